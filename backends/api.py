@@ -1,0 +1,211 @@
+"""The contract between the engine and a backend: one description of a batch, one list of ops.
+
+An op is a function of torch tensors. A *provider* is an object with a name, a `probe` that says
+why it cannot run here (or None), and methods named after the ops it has. A backend orders its
+providers; for each op the first that can run is chosen, once, at start (`registry.py`), and the
+reasons are kept for the log and for `stoker backends`.
+
+Shapes use one vocabulary everywhere:
+    num_tokens  new tokens of all rows of the step, one after the other
+    rows        requests in the step; the first num_decode_rows have one new token each
+    num_pages, page_size    the KV pool: slot = page * page_size + offset holds one token
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """One layer's KV pool: k and v, each [num_pages, page_size, num_kv_heads, head_dim] (NHD)."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(slots=True)
+class BatchMeta:
+    """Who is in the batch. Tensors are on the device, int32 unless said otherwise.
+
+    Attributes:
+        qo_indptr: [rows + 1] where each row's new tokens begin.
+        kv_lens: [rows] context length, the new tokens included; 0 for a padding row.
+        slots: [rows] request slot, the row of block_table.
+        block_table: [num_slots, max_pages] page ids of each request slot.
+        positions: int64 [num_tokens] position of each new token in its context.
+        out_slots: int64 [num_tokens] KV slot that each new token's K and V go to; -1 writes nothing.
+        logit_tokens: int64 [num_logits] index into the new tokens, whose logits are wanted.
+        qo_indptr_cpu, kv_lens_cpu: the same as numpy arrays on the host.
+        max_q_len, max_kv_len: host integers; inside a captured graph they are upper bounds.
+        tree_mask: bool [sum of q_len * kv_len], row after row, for verification; None is causal.
+        shared_groups: see StepPlan.shared_groups.
+        plans: what a provider derives from this description, keyed by the provider's name, so
+            that every layer uses it again.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_decode_rows: int
+    page_size: int
+    qo_indptr: Tensor
+    kv_lens: Tensor
+    slots: Tensor
+    block_table: Tensor
+    positions: Tensor
+    out_slots: Tensor
+    logit_tokens: Tensor
+    qo_indptr_cpu: np.ndarray
+    kv_lens_cpu: np.ndarray
+    max_q_len: int
+    max_kv_len: int
+    tree_mask: Tensor | None = None
+    shared_groups: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    plans: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one attention layer does besides softmax(q k^T * scale) v with a causal mask.
+
+    Attributes:
+        window: a token sees itself and the window - 1 tokens before it; None sees all.
+        softcap: logits become softcap * tanh(logits / softcap); None leaves them.
+        sinks: [num_heads] a learned logit per head that joins the softmax's denominator.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: cos_sin float32 [max_positions, rotary_dim], cosines then sines.
+
+    The first rotary_dim dimensions of a head rotate, as two halves, or as neighbouring pairs
+    where interleaved.
+    """
+
+    cos_sin: Tensor
+    rotary_dim: int
+    interleaved: bool = False
+
+
+class Ops(Protocol):
+    """The ops of a backend. Each is documented by its float64 reference in `reference.py`."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """Bring a weight [out, in] into the form that `linear` wants. Called once, at load."""
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """[num_tokens, in] times a packed weight, plus its bias: [num_tokens, out]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension, any leading shape; computed in float32."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; then rms_norm(residual)."""
+
+    def write_qkv(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        rope: Rope | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Norm q and k per head where asked, rotate them, write k and v to meta.out_slots.
+
+        Args:
+            qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; may be overwritten.
+            q_norm, k_norm: [head_dim] weights of RMS norms over each head, or None.
+
+        Returns:
+            q [num_tokens, num_heads, head_dim].
+        """
+
+    def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
+        """Attention of the new tokens over their contexts: [num_tokens, num_heads * head_dim].
+
+        Decode, prefill with a cached prefix, and mixtures of both; padding rows give anything.
+        """
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(x[:, :n]) * x[:, n:] for x [num_tokens, 2 n]."""
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """gelu(x[:, :n], tanh form) * x[:, n:] for x [num_tokens, 2 n]."""
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """One token a row, int32 [rows], of logits float32 [rows, vocab] (may be overwritten)."""
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Sampling parameters of the rows of a step, on the device.
+
+    The random number of a row depends on (seed, position) alone, never on the batch.
+
+    Attributes:
+        temperature, top_p, min_p: float32 [rows]; a greedy row has temperature 0.
+        top_k: int32 [rows]; vocab size keeps all.
+        seeds: int64 [rows]. positions: int32 [rows], of the token that is sampled.
+        all_greedy, has_top_k, has_top_p, has_min_p: whether any row needs the work, known on
+            the host.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    all_greedy: bool
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
+
+
+class DeviceRuntime(Protocol):
+    """One device: memory, streams, and what it can do."""
+
+    name: str  # "cpu" | "cuda" | "rocm" | "xpu"
+    device: torch.device
+    description: str  # "NVIDIA H200, sm_90, 139 GiB"
+    is_async: bool  # launches return before the work is done, so steps can overlap
+    has_graphs: bool
+    default_page_size: int
+    collectives: str  # "gloo" | "nccl" | "xccl"
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+
+    def default_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """What --dtype auto means for weights that were saved as model_dtype."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+
+
+class Provider(Protocol):
+    """A source of ops. Methods are named after those of `Ops`; it may have only some."""
+
+    name: str
+
+    def probe(self, runtime: DeviceRuntime) -> str | None:
+        """Why it cannot run here, in one line; None if it can."""

@@ -1,0 +1,4 @@
+"""What crosses between the parts: configuration, messages, sampling parameters, errors.
+
+Runs on: any (pure).
+"""

@@ -1,0 +1,136 @@
+"""What crosses between the loop and the GPU thread. Nothing mutable does.
+
+Imperatives go to the engine, facts come back. A request is `(request_id, choice)`: the id counts
+up in this process, the choice is 0 to n - 1. Token ids cross as `array('i')`, which numpy reads
+without a copy.
+
+Runs on: any (pure).
+"""
+
+from array import array
+from dataclasses import dataclass
+
+from .errors import StokerError
+from .sampling_params import SamplingParams
+
+FinishReason = str  # "stop" | "length" | "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Serve a prompt.
+
+    Attributes:
+        prompt: token ids, 1 to the context's length, each inside the vocabulary.
+        max_tokens: resolved limit on new tokens: prompt + max_tokens fits the context.
+            0 only computes the prompt (for its logprobs).
+        stop_token_ids: the ids that end the output, end-of-sequence included unless ignored.
+        seed: 64-bit; choice i derives its own from it.
+        namespace: requests share cached prefixes only inside one namespace (adapter, salt, ...).
+    """
+
+    request_id: int
+    prompt: array  # array('i')
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int
+    arrival_s: float
+    namespace: tuple[str, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop a request, or one choice of it. Its computed prefix stays cached; no answer comes."""
+
+    request_id: int
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Empty the prefix cache. Answered by Flushed."""
+
+    reply_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the GPU thread after the step in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position: the token's own, and the likeliest tokens'."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of one choice.
+
+    Attributes:
+        token_ids: this step's tokens; may be empty in the last message.
+        logprobs: one a token where asked for.
+        finish_reason: set in the last message of the choice.
+        stop_token_id: the token that ended it; it is the last of token_ids too.
+        num_cached: prompt tokens that came out of the prefix cache.
+        prompt_logprobs: with the first message where asked for; entry 0 is None.
+    """
+
+    request_id: int
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request, or one choice of it where `choice` says so, ends with this error."""
+
+    request_id: int
+    error: StokerError
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """The cache was emptied; `num_kept` tokens stayed because running requests use them."""
+
+    reply_id: int
+    num_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """One step's figures. Counters run up since the start; times are seconds of this step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+    evicted_pages: int = 0
+    batch_tokens: int = 0
+    plan_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    commit_s: float = 0.0
+
+
+Message = Add | Abort | Flush | Shutdown
+Fact = Tokens | Refused | Flushed
