@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class BackendError(Exception):
+    """A backend or provider cannot run here; the message is one line that says why."""
+
+
 class LayerCache(NamedTuple):
     """One layer's KV pool: k and v, each [num_pages, page_size, num_kv_heads, head_dim] (NHD)."""
 
@@ -41,7 +45,7 @@ class BatchMeta:
         slots: [rows] request slot, the row of block_table.
         block_table: [num_slots, max_pages] page ids of each request slot.
         positions: int64 [num_tokens] position of each new token in its context.
-        out_slots: int64 [num_tokens] KV slot that each new token's K and V go to; -1 writes nothing.
+        out_slots: int64 [num_tokens] KV slot that each new token's K and V go to; -1 for nowhere.
         logit_tokens: int64 [num_logits] index into the new tokens, whose logits are wanted.
         qo_indptr_cpu, kv_lens_cpu: the same as numpy arrays on the host.
         max_q_len, max_kv_len: host integers; inside a captured graph they are upper bounds.
@@ -109,8 +113,11 @@ class Ops(Protocol):
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Bring a weight [out, in] into the form that `linear` wants. Called once, at load."""
 
-    def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """[num_tokens, in] times a packed weight, plus its bias: [num_tokens, out]."""
+    def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[num_tokens, in] times a packed weight, plus its bias: [num_tokens, out].
+
+        The result has x's type, or out_dtype where given (logits are wanted in float32).
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, any leading shape; computed in float32."""
@@ -152,7 +159,10 @@ class Ops(Protocol):
         """gelu(x[:, :n], tanh form) * x[:, n:] for x [num_tokens, 2 n]."""
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """One token a row, int32 [rows], of logits float32 [rows, vocab] (may be overwritten)."""
+        """One token a row, int32 [rows], of logits float32 [rows, vocab] (may be overwritten).
+
+        The rules, ties included, are those of `ReferenceOps.sample`.
+        """
 
 
 @dataclass(slots=True)

@@ -1,0 +1,219 @@
+"""Every op of the contract in plain torch: the oracle of the contract tests, and a provider.
+
+It computes in float32, or in float64 where the input is float64, and returns the input's type;
+so float64 inputs give the oracle and bfloat16 ones what a device without kernels would serve.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .api import AttentionSpec, BatchMeta, DeviceRuntime, LayerCache, Rope, SamplingRows
+
+
+class ReferenceOps:
+    """All of `Ops`, correct before fast, on any device."""
+
+    name = "torch"
+
+    def probe(self, runtime: DeviceRuntime) -> str | None:
+        """Plain torch runs everywhere."""
+        return None
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """Weight and bias as they are."""
+        return weight, bias
+
+    def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x weight^T + bias."""
+        weight, bias = packed
+        out = F.linear(x, weight, bias)
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
+        y = _up(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        return (y * weight.to(y.dtype)).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The sum is rounded to the residual's type before it is normed."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def write_qkv(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        rope: Rope | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Norms and rotation stay unrounded in between."""
+        heads = qkv.unflatten(1, (-1, spec.head_dim))  # [num_tokens, heads of q, k and v, head_dim]
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        q, k = _up(q), _up(k)
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, eps)
+        if rope is not None:
+            q, k = _rotate(q, rope, meta.positions), _rotate(k, rope, meta.positions)
+        written = meta.out_slots >= 0
+        slots = meta.out_slots[written]
+        for pool, new in ((cache.k, k), (cache.v, v)):
+            pool.view(-1, *pool.shape[2:])[slots] = new[written].to(pool.dtype)
+        return q.to(qkv.dtype)
+
+    def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
+        """One row after the other: gather its pages, mask, softmax."""
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        pages = (
+            cache.k.flatten(0, 1),
+            cache.v.flatten(0, 1),
+        )  # [num_slots, num_kv_heads, head_dim]
+        mask_begin = 0
+        for row in range(meta.num_rows):
+            begin, end = int(meta.qo_indptr_cpu[row]), int(meta.qo_indptr_cpu[row + 1])
+            q_len, kv_len = end - begin, int(meta.kv_lens_cpu[row])
+            if kv_len == 0 or q_len == 0:
+                continue
+            at = torch.arange(kv_len, device=q.device)
+            table = meta.block_table[meta.slots[row]]
+            slots = table[at // meta.page_size].long() * meta.page_size + at % meta.page_size
+            k, v = (pool[slots] for pool in pages)
+            if meta.tree_mask is None:
+                visible = at <= at[kv_len - q_len :, None]
+            else:
+                visible = meta.tree_mask[mask_begin : mask_begin + q_len * kv_len].view(q_len, -1)
+                mask_begin += q_len * kv_len
+            if spec.window is not None:
+                visible = visible & (at > at[kv_len - q_len :, None] - spec.window)
+            out[begin:end] = _attend_row(q[begin:end], k, v, visible, spec)
+        return out.flatten(1)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """The gate is the first half."""
+        gate, up = _up(x).chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(x.dtype)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """The gate is the first half; gelu in its tanh form (Hendrycks and Gimpel 2016)."""
+        gate, up = _up(x).chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Greedy rows take the likeliest token, of equals the lowest id. For the others
+
+        1. p = softmax(logits / temperature);
+        2. top_k keeps the tokens that are at least as likely as the k-th (so ties stay in);
+        3. top_p keeps, of these, the smallest set of the likeliest whose share of their mass is
+           at least top_p, and all that are as likely as its last;
+        4. min_p keeps tokens at least min_p times as likely as the likeliest;
+        5. the token is the first, in order of ids, at which the cumulative sum of what is kept
+           exceeds u times its total; u = `uniform(seeds, positions)`.
+
+        The filters are thresholds on p, so no provider needs a stable sort, and the choice
+        depends on nothing but the row.
+        """
+        greedy = logits.argmax(-1)
+        if rows.all_greedy:
+            return greedy.int()
+        is_greedy = rows.temperature == 0
+        temperature = rows.temperature.double().masked_fill(is_greedy, 1.0)
+        p = torch.softmax(logits.double() / temperature[:, None], dim=-1)
+        floor = p.amax(-1) * rows.min_p
+        if rows.has_top_k or rows.has_top_p:
+            filtered = ((rows.top_k < logits.shape[1]) | (rows.top_p < 1)).nonzero()[:, 0]
+            floor[filtered] = floor[filtered].maximum(
+                _threshold(p[filtered], rows.top_k[filtered], rows.top_p[filtered])
+            )
+        p.masked_fill_(p < floor[:, None], 0.0)
+        cumulative = p.cumsum(-1)
+        target = uniform(rows.seeds, rows.positions).double() * cumulative[:, -1]
+        token = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        token.clamp_(max=logits.shape[1] - 1)  # NaN logits only; the runner reports those
+        return torch.where(is_greedy, greedy, token).int()
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One float32 in [0, 1) a row: 24 bits of splitmix64 (Steele et al. 2014).
+
+    The seed is mixed first, so that neighbouring seeds do not share a sequence.
+
+    Args:
+        seeds: int64 [rows]. positions: int [rows].
+    """
+    mixed = _mix64(_mix64(seeds) + (positions.long() + 1) * _GOLDEN)
+    return (mixed >> 40 & 0xFFFFFF).float() * 2.0**-24
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64; torch's products wrap
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64's finalizer on int64; the masks make its right shifts logical."""
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * (0x94D049BB133111EB - 2**64)
+    return x ^ (x >> 31 & 0x1FFFFFFFF)
+
+
+def _threshold(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest probability [rows] that top_k and then top_p keep."""
+    falling = p.sort(dim=-1, descending=True).values
+    last = (top_k.long().clamp(1, p.shape[1]) - 1)[:, None]
+    kth = falling.gather(1, last)
+    falling = falling.masked_fill(falling < kth, 0.0)
+    cumulative = falling.cumsum(-1)
+    enough = top_p.double()[:, None] * cumulative[:, -1:]
+    num_kept = ((cumulative - falling < enough) & (falling > 0)).sum(-1, keepdim=True)
+    return falling.gather(1, num_kept.clamp(min=1) - 1)[:, 0]
+
+
+def _up(x: Tensor) -> Tensor:
+    """x in the type that is computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of x [num_tokens, heads, head_dim]."""
+    cos, sin = rope.cos_sin[positions].to(x.dtype)[:, None].chunk(2, dim=-1)
+    turned, rest = x[..., : rope.rotary_dim], x[..., rope.rotary_dim :]
+    if rope.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
+    """One row: q [q_len, num_heads, head_dim], k and v [kv_len, num_kv_heads, head_dim]."""
+    q_len, group = q.shape[0], spec.num_heads // spec.num_kv_heads
+    # The heads of a group become query rows of their kv head.
+    grouped = _up(q).unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
+    keys, values = (x.to(grouped.dtype).transpose(0, 1) for x in (k, v))
+    logits = (grouped @ keys.transpose(1, 2) * spec.scale).view(spec.num_heads, q_len, -1)
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    logits = logits.masked_fill(~visible, -math.inf)
+    if spec.sinks is None:
+        p = logits.softmax(-1)
+    else:
+        sinks = spec.sinks.to(logits.dtype)[:, None, None].expand(-1, q_len, 1)
+        p = torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]
+    out = p.view(spec.num_kv_heads, group * q_len, -1) @ values
+    return out.view(spec.num_heads, q_len, -1).transpose(0, 1).to(q.dtype)

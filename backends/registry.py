@@ -1,0 +1,154 @@
+"""Which backend and which provider of each op: chosen once, at start, with the reasons kept.
+
+A backend's module has `runtime() -> DeviceRuntime`, which raises BackendError where there is no
+such device, and `providers() -> list[Provider]`, best first, whose last has every op.
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from .api import BackendError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .api import DeviceRuntime, Ops, Provider
+
+
+@dataclass(frozen=True, slots=True)
+class BackendModule:
+    """A backend's name and the module that is imported when it is asked for."""
+
+    name: str
+    module: str
+
+
+BACKENDS = tuple(BackendModule(name, f".{name}") for name in ("cuda", "rocm", "xpu", "cpu"))
+
+# Ops that share a private format come from one provider.
+OP_GROUPS = (
+    ("pack_linear", "linear"),
+    ("rms_norm",),
+    ("add_rms_norm",),
+    ("write_qkv",),
+    ("attend",),
+    ("silu_and_mul",),
+    ("gelu_and_mul",),
+    ("sample",),
+)
+OP_NAMES = tuple(op for group in OP_GROUPS for op in group)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The provider of one op, and why those before it were passed over."""
+
+    op: str
+    provider: str
+    passed_over: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A device and its ops. `ops` holds bound methods, so that a call costs no look-up."""
+
+    runtime: DeviceRuntime
+    ops: Ops
+    choices: Mapping[str, Choice]
+
+
+class Row(NamedTuple):
+    """A line of `stoker backends`."""
+
+    backend: str
+    device: str
+    op: str
+    provider: str
+    reason: str  # "" for what is used, else why it is not
+
+
+def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Backend:
+    """The backend of this name, or the first that works here.
+
+    Args:
+        overrides: op to the name of the provider that must be used.
+
+    Raises:
+        BackendError: it cannot run here, or an override names what is not there or cannot run.
+    """
+    known = {record.name: record for record in BACKENDS}
+    if name != "auto":
+        if name not in known:
+            raise BackendError(f"unknown backend {name!r}, there are {', '.join(known)}")
+        module, runtime = _open(known[name])
+        return _assemble(module, runtime, overrides or {})
+    reasons = []
+    for record in BACKENDS:
+        try:
+            module, runtime = _open(record)
+        except BackendError as error:
+            reasons.append(str(error))
+        else:
+            return _assemble(module, runtime, overrides or {})
+    raise BackendError("no backend can run: " + "; ".join(reasons))
+
+
+def describe() -> list[Row]:
+    """What each backend would use here, and why not the rest."""
+    table = []
+    for record in BACKENDS:
+        try:
+            module, runtime = _open(record)
+        except BackendError as error:
+            table.append(Row(record.name, "", "", "", str(error)))
+            continue
+        for choice in _assemble(module, runtime, {}).choices.values():
+            for provider, reason in choice.passed_over.items():
+                table.append(Row(record.name, runtime.description, choice.op, provider, reason))
+            table.append(Row(record.name, runtime.description, choice.op, choice.provider, ""))
+    return table
+
+
+def _open(record: BackendModule) -> tuple[ModuleType, DeviceRuntime]:
+    try:
+        module = importlib.import_module(record.module, __package__)
+        return module, module.runtime()
+    except (ImportError, AttributeError, BackendError) as error:
+        raise BackendError(f"backend {record.name} cannot run here: {error}") from error
+
+
+def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str, str]) -> Backend:
+    providers: list[Provider] = module.providers()
+    reasons = {provider.name: provider.probe(runtime) for provider in providers}
+    if unknown := set(overrides) - set(OP_NAMES):
+        raise BackendError(f"unknown op {min(unknown)!r}, there are {', '.join(OP_NAMES)}")
+    methods: dict[str, Any] = {}
+    choices = {}
+    for group in OP_GROUPS:
+        forced = next((overrides[op] for op in group if op in overrides), None)
+        passed_over: dict[str, str] = {}
+        for provider in providers:
+            if not all(hasattr(provider, op) for op in group):
+                passed_over[provider.name] = "does not have this op"
+            elif reason := reasons[provider.name]:
+                passed_over[provider.name] = reason
+            elif forced not in (None, provider.name):
+                passed_over[provider.name] = f"{forced} is asked for"
+            else:
+                break
+        else:
+            reason = passed_over.get(forced or "", "there is no such provider")
+            raise BackendError(
+                f"{group[-1]} of backend {runtime.name} cannot come from {forced}: {reason}"
+            )
+        for op in group:
+            methods[op] = getattr(provider, op)
+            choices[op] = Choice(op, provider.name, passed_over)
+    return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices)
