@@ -51,6 +51,9 @@ class EngineConfig(BaseModel):
     max_running_requests: int = option(
         256, "most requests that are computed at once", "scheduling", ge=1, le=8192
     )
+    max_queued_requests: int = option(
+        4096, "requests that may wait; more are answered 503", "scheduling", ge=1
+    )
     page_size: int | None = option(
         None, "tokens a KV page; the backend's best by default", "memory", ge=1, le=256
     )
@@ -80,7 +83,7 @@ class EngineConfig(BaseModel):
         "plan a step only when the one before has ended (same tokens, for debugging)",
         "scheduling",
     )
-    seed: int = option(0, "seeds dummy weights and requests that bring no seed", "model")
+    seed: int = option(0, "seeds dummy weights", "model")
     check: bool = option(
         False, "verify the page ledger after every step (slow; also STOKER_CHECK=1)", "debug"
     )

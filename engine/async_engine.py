@@ -1,0 +1,510 @@
+"""The engine as asyncio sees it: submit a prompt, iterate over its output, abort by leaving.
+
+Runs on: loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import random
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .api.config import EngineConfig
+from .api.errors import EngineError, Overloaded, RequestError, StartError
+from .api.messages import (
+    Abort,
+    Add,
+    Fact,
+    FinishReason,
+    Flush,
+    Flushed,
+    Message,
+    Refused,
+    Shutdown,
+    Stats,
+    TokenLogprob,
+    Tokens,
+)
+from .api.sampling_params import SamplingParams
+from .text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from .text.chat_template import ChatTemplate
+    from .text.tokenizer import Tokenizer
+
+log = logging.getLogger("stoker")
+
+POOL_THREADS = 4
+SHUTDOWN_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New output of one choice.
+
+    Attributes:
+        text: what is new and safe to show: whole characters, no part of a stop string.
+        token_ids: what is new; the text of the last of them may still be held back.
+        finish_reason: set once a choice, with its last output.
+        stop_reason: the stop string or the token id that ended it, None for end of sequence.
+        num_cached: prompt tokens that came out of the prefix cache.
+        num_output: output tokens of this choice so far, the stop token included.
+        prompt_logprobs: once, where asked for; the first prompt token's entry is None.
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_cached: int
+    num_output: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Stream:
+    """The output of one request: an async iterator over Output, of all its choices as they come.
+
+    Leaving the iteration early, or cancelling the task that iterates, aborts the request.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: int, prompt: array, params: SamplingParams):
+        self.prompt_tokens = prompt
+        self._engine = engine
+        self._request_id = request_id
+        self._params = params
+        self._detokenizers = {
+            i: Detokenizer(
+                engine.tokenizer,
+                params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            for i in range(params.n)
+        }  # of the choices that still run
+        self._num_output = [0] * params.n
+        self._outputs: deque[Output] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if not self._detokenizers:
+                raise StopAsyncIteration
+            self._waiter = self._engine.loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        return self._outputs.popleft()
+
+    @property
+    def num_buffered(self) -> int:
+        """Outputs that nobody has taken yet."""
+        return len(self._outputs)
+
+    def abort(self) -> None:
+        """Stop the request, if it still runs. What it computed stays in the prefix cache."""
+        if self._detokenizers:
+            self._detokenizers.clear()
+            self._engine._abort(self._request_id)
+        self._wake()
+
+    async def aclose(self) -> None:
+        """Same as abort, for contextlib.aclosing."""
+        self.abort()
+
+    def _take(self, fact: Tokens) -> None:
+        """Turn tokens into text. Called by the engine, once a step at most."""
+        choice = fact.choice
+        detokenizer = self._detokenizers.get(choice)
+        if detokenizer is None:
+            return  # ended by a stop string, while the next step was already running
+        ids, finish, stop_reason = fact.token_ids, fact.finish_reason, fact.stop_token_id
+        logprobs = fact.logprobs
+        is_hidden_stop = stop_reason is not None and not self._params.include_stop_str_in_output
+        text = detokenizer.feed(ids[:-1] if is_hidden_stop else ids)
+        if detokenizer.stopped is not None:
+            ids = ids[: detokenizer.num_tokens - self._num_output[choice]]
+            logprobs = logprobs[: len(ids)] if logprobs else logprobs
+            if finish is None:
+                self._engine._abort(self._request_id, choice)
+            finish, stop_reason = "stop", detokenizer.stopped
+        elif finish is not None:
+            text += detokenizer.flush()
+        if stop_reason in self._engine.tokenizer.eos_ids:
+            stop_reason = None
+        self._num_output[choice] += len(ids)
+        if finish is not None:
+            del self._detokenizers[choice]
+            if not self._detokenizers:
+                self._engine._forget(self._request_id)
+        self._outputs.append(
+            Output(
+                choice,
+                text,
+                ids,
+                logprobs,
+                finish,
+                stop_reason,
+                fact.num_cached,
+                self._num_output[choice],
+                fact.prompt_logprobs,
+            )
+        )
+        self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        if self._detokenizers:
+            self._detokenizers.clear()
+            self._engine._forget(self._request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class AsyncEngine:
+    """One model, served to this event loop.
+
+        async with await AsyncEngine.start(EngineConfig(model="smollm2-135m")) as engine:
+            async for out in engine.generate("Hello", SamplingParams(max_tokens=16)):
+                print(out.text, end="")
+
+    Attributes:
+        model_name: what clients call the model.
+        max_model_len: longest prompt + output, in tokens.
+        default_sampling: what the model's generation_config.json recommends.
+        on_fatal: called with the error when the GPU thread dies; the engine is lost then.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    default_sampling: dict[str, Any]
+    start_phases: dict[str, float]
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.loop = asyncio.get_running_loop()
+        self.stats = Stats()
+        self.on_fatal: Callable[[BaseException], None] | None = None
+        self._ids = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._replies: dict[int, asyncio.Future[int]] = {}
+        self._pool = ThreadPoolExecutor(
+            min(POOL_THREADS, os.cpu_count() or 1), thread_name_prefix="stoker-pool"
+        )
+        self._death: BaseException | None = None
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._random = random.Random()
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+        **options: Any,
+    ) -> AsyncEngine:
+        """Load a model and get ready.
+
+        Args:
+            config: or its fields as keyword arguments.
+            progress: called as progress(phase, done, total) from other threads while files are
+                fetched and weights are read.
+
+        Raises:
+            StartError: one line that says what is wrong.
+        """
+        engine = cls(config or EngineConfig(**options))
+        try:
+            await engine._start(progress)
+        except BaseException:
+            engine._pool.shutdown(wait=False)
+            raise
+        return engine
+
+    async def _start(self, progress: Callable[[str, int, int], None] | None) -> None:
+        from .build import Builder  # torch is imported here, not with the module
+
+        config, loop = self.config, self.loop
+        builder = Builder(config, progress)
+        ready: asyncio.Future[None] = loop.create_future()
+
+        def on_ready(error: BaseException | None) -> None:
+            def settle() -> None:
+                if not ready.cancelled():
+                    ready.set_result(None) if error is None else ready.set_exception(error)
+
+            loop.call_soon_threadsafe(settle)
+
+        from .gpu_thread import GPUThread
+
+        self._thread = GPUThread(
+            builder.load,
+            lambda facts, stats: loop.call_soon_threadsafe(self._deliver, facts, stats),
+            on_ready,
+            lambda error: loop.call_soon_threadsafe(self._die, error),
+            overlap=False if config.disable_overlap else None,
+            check=config.check,
+        )
+        await loop.run_in_executor(self._pool, builder.find_files)
+        self._thread.start()
+        text = loop.run_in_executor(self._pool, builder.load_text)
+        try:
+            await ready
+            self.tokenizer, self.chat_template = await text
+        except (StartError, asyncio.CancelledError):
+            self._thread.inbox.put(Shutdown())
+            raise
+        self.model_name = builder.model_name
+        self.max_model_len = builder.max_model_len
+        self.vocab_size = builder.vocab_size
+        self.default_sampling = builder.default_sampling
+        self.start_phases = builder.phases
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- requests
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, computed in the pool.
+
+        Raises:
+            RequestError: the text is certainly longer than the context (seen before any work).
+        """
+        limit = self.tokenizer.max_chars(self.max_model_len)
+        if len(text) > limit:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which is more than {self.max_model_len} "
+                "tokens can hold",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return await self.loop.run_in_executor(
+            self._pool, self.tokenizer.encode, text, add_special_tokens
+        )
+
+    async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The chat template's text of some messages, rendered in the pool."""
+        template = self.chat_template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start with "
+                "--chat-template FILE",
+                param="messages",
+            )
+        return await self.loop.run_in_executor(
+            self._pool, lambda: template.render(messages, **options)
+        )
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        namespace: tuple[str, ...] = (),
+    ) -> Stream:
+        """Queue a prompt of token ids.
+
+        Raises:
+            RequestError: a field is out of its limits, or the prompt is too long.
+            Overloaded: the queue is full, or the engine drains.
+            EngineError: the engine has stopped.
+        """
+        if self._death is not None:
+            raise EngineError("the engine has stopped")
+        if self._is_draining:
+            raise Overloaded("the server is shutting down", retry_after_s=5)
+        limit = self.config.max_queued_requests
+        if (
+            self.stats.num_waiting >= limit
+            or len(self._streams) >= limit + self.config.max_running_requests
+        ):
+            raise Overloaded(f"the queue is full ({limit} requests)")
+        params.validate(self.vocab_size)
+        tokens = self._checked_prompt(prompt)
+        room = self.max_model_len - len(tokens)
+        scores_only = params.max_tokens == 0
+        if room < (0 if scores_only else 1):
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; with at least one new token it must fit "
+                f"the context of {self.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        request_id = next(self._ids)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.tokenizer.eos_ids
+        add = Add(
+            request_id,
+            tokens,
+            params,
+            max_tokens=min(room, room if params.max_tokens is None else params.max_tokens),
+            stop_token_ids=stop_ids,
+            seed=params.seed if params.seed is not None else self._random.getrandbits(63),
+            arrival_s=time.monotonic(),
+            namespace=namespace,
+            priority=priority,
+        )
+        stream = self._streams[request_id] = Stream(self, request_id, tokens, params)
+        self._idle.clear()
+        self._send(add)
+        return stream
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        namespace: tuple[str, ...] = (),
+    ) -> AsyncIterator[Output]:
+        """Iterate over the output of a text or of token ids. Leaving the loop aborts."""
+        tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        stream = self.submit(
+            tokens, params or SamplingParams(), priority=priority, namespace=namespace
+        )
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
+    def _checked_prompt(self, prompt: Sequence[int]) -> array:
+        try:
+            wide = np.asarray(prompt, np.int64)
+        except (OverflowError, ValueError, TypeError):
+            wide = np.array([-1])
+        if wide.ndim != 1 or wide.size == 0:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+        outside = (wide < 0) | (wide >= self.vocab_size)
+        if outside.any():
+            at = int(outside.argmax())
+            raise RequestError(
+                f"prompt: token id {prompt[at]} at position {at} is outside the vocabulary of "
+                f"{self.vocab_size}",
+                param="prompt",
+            )
+        return array("i", wide.astype(np.int32).tobytes())
+
+    # -- control
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the GPU thread lives."""
+        return self._death is None and self._thread.is_alive()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused because the engine is about to stop."""
+        return self._is_draining
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the GPU thread last began a step or looked at its inbox."""
+        return time.monotonic() - self._thread.heartbeat_s
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._streams)
+
+    async def flush_cache(self) -> int:
+        """Empty the prefix cache; returns how many tokens stay because running requests use them."""
+        reply_id = next(self._ids)
+        reply = self._replies[reply_id] = self.loop.create_future()
+        self._send(Flush(reply_id))
+        return await reply
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; False if some were left and aborted."""
+        self._is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            for stream in list(self._streams.values()):
+                stream._fail(EngineError("the server shut down before the request ended"))
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Abort what still runs and end the threads."""
+        self._is_draining = True
+        for request_id, stream in list(self._streams.items()):
+            stream._fail(EngineError("the engine was closed"))
+            self._send(Abort(request_id))
+        self._send(Shutdown())
+        await asyncio.to_thread(self._thread.join, SHUTDOWN_WAIT_S)
+        self._pool.shutdown(wait=False)
+
+    # -- called by streams and by the GPU thread's messages
+
+    def _send(self, message: Message) -> None:
+        self._thread.inbox.put(message)
+
+    def _abort(self, request_id: int, choice: int | None = None) -> None:
+        self._send(Abort(request_id, choice))
+        if choice is None:
+            self._forget(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _deliver(self, facts: list[Fact], stats: Stats) -> None:
+        self.stats = stats
+        streams = self._streams
+        for fact in facts:
+            if type(fact) is Tokens:
+                if (stream := streams.get(fact.request_id)) is not None:
+                    stream._take(fact)
+            elif type(fact) is Refused:
+                if (stream := streams.get(fact.request_id)) is not None:
+                    self._send(Abort(fact.request_id))  # its other choices
+                    stream._fail(fact.error)
+            elif type(fact) is Flushed:
+                self._replies.pop(fact.reply_id).set_result(fact.num_kept)
+
+    def _die(self, error: BaseException) -> None:
+        log.critical("the GPU thread died", exc_info=error)
+        self._death = error
+        for stream in list(self._streams.values()):
+            stream._fail(EngineError("the engine failed while it worked on this request"))
+        for reply in self._replies.values():
+            reply.set_exception(EngineError("the engine has stopped"))
+        self._replies.clear()
+        if self.on_fatal is not None:
+            self.on_fatal(error)

@@ -1,0 +1,114 @@
+"""The one thread that owns the scheduler, the page ledger and the device.
+
+    drain the inbox -> plan step n -> launch it -> wait for step n-1 and commit it -> post the facts
+
+With a device that works on its own, step n is planned and launched while step n-1 runs. Without
+one, or with --disable-overlap, a step is committed before the next is planned.
+
+Runs on: gpu.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from .api.messages import Fact, Message, Shutdown, Stats
+from .core.scheduler import Scheduler
+from .runtime.runner import InFlight, ModelRunner
+
+IDLE_WAIT_S = 0.5  # an idle thread looks up this often, so that its heartbeat stays fresh
+
+Post = Callable[[list[Fact], Stats], None]
+
+
+class GPUThread(threading.Thread):
+    """Serves messages until Shutdown.
+
+    Args:
+        load: makes scheduler and runner; runs on this thread, which owns the device's context.
+        post: takes the facts of a step; called on this thread.
+        on_ready: called once with None, or with the error that load raised.
+        on_death: called with the error that ended the loop, if any.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[Scheduler, ModelRunner]],
+        post: Post,
+        on_ready: Callable[[BaseException | None], None],
+        on_death: Callable[[BaseException], None],
+        *,
+        overlap: bool | None = None,
+        check: bool = False,
+    ):
+        super().__init__(name="stoker-gpu", daemon=True)
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.heartbeat_s = time.monotonic()
+        self._load = load
+        self._post = post
+        self._on_ready = on_ready
+        self._on_death = on_death
+        self._overlap = overlap
+        self._check = check
+
+    def run(self) -> None:
+        """Load, then loop."""
+        try:
+            scheduler, runner = self._load()
+        except BaseException as error:  # reported to whoever starts the engine
+            self._on_ready(error)
+            return
+        self._on_ready(None)
+        try:
+            self._loop(scheduler, runner)
+        except BaseException as error:
+            self._on_death(error)
+
+    def _loop(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        overlap = runner.runtime.is_async if self._overlap is None else self._overlap
+        in_flight: InFlight | None = None
+        stats = Stats()
+        while True:
+            self.heartbeat_s = time.monotonic()
+            if not self._receive(scheduler, wait=in_flight is None and not scheduler.has_work):
+                return
+            began = time.perf_counter()
+            plan = scheduler.plan(time.monotonic())
+            planned = time.perf_counter()
+            launched = runner.launch(plan) if plan is not None else None
+            if not overlap:
+                in_flight, launched = launched, None
+            after_launch = time.perf_counter()
+            result = in_flight.wait() if in_flight is not None else None
+            waited = time.perf_counter()
+            in_flight = launched
+            facts = scheduler.drain_facts()
+            if result is not None:
+                facts += scheduler.commit(result, time.monotonic())
+            if self._check:
+                scheduler.check()
+            if facts or result is not None:
+                done = time.perf_counter()
+                stats = replace(
+                    scheduler.stats(),
+                    batch_tokens=plan.num_tokens if plan is not None else 0,
+                    plan_s=planned - began,
+                    launch_s=after_launch - planned,
+                    wait_s=waited - after_launch,
+                    commit_s=done - waited,
+                )
+                self._post(facts, stats)
+
+    def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
+        """Hand all waiting messages to the scheduler; False after Shutdown."""
+        while True:
+            try:
+                message = self.inbox.get(timeout=IDLE_WAIT_S) if wait else self.inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if isinstance(message, Shutdown):
+                return False
+            scheduler.handle(message)
+            wait = False

@@ -1,0 +1,4 @@
+"""Runs plans on a device: weights, KV buffers, inputs, sampler, runner.
+
+Runs on: gpu.
+"""

@@ -1,0 +1,238 @@
+"""A plan becomes device tensors, through one staged copy a step.
+
+The arrays of a step are laid out one after the other in a byte buffer: written on the host through
+numpy views, copied to the device at once, read there through torch views at the same offsets. The
+layout depends on the step's counts alone, so a graph captured for a batch size finds its inputs at
+the same addresses each time. Two host buffers take turns, because the copy of one step may still
+run while the next is staged.
+
+Runs on: gpu.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends.api import BatchMeta, DeviceRuntime, SamplingRows
+from ..core.plan import FROM_DEVICE, StepPlan
+from .sampler import SlotTable
+
+ALIGN = 64  # bytes; every array starts on its own cache line
+
+# name, dtype, which count gives its length. The arrays whose length a graph does not fix come last.
+FIELDS = (
+    ("tokens", np.int64, "tokens"),
+    ("positions", np.int64, "tokens"),
+    ("out_slots", np.int64, "tokens"),
+    ("logit_tokens", np.int64, "logits"),
+    ("sample_slots", np.int64, "samples"),
+    ("seeds", np.int64, "samples"),
+    ("qo_indptr", np.int32, "rows+1"),
+    ("kv_lens", np.int32, "rows"),
+    ("slots", np.int32, "rows"),
+    ("sample_positions", np.int32, "samples"),
+    ("top_k", np.int32, "samples"),
+    ("temperature", np.float32, "samples"),
+    ("top_p", np.float32, "samples"),
+    ("min_p", np.float32, "samples"),
+    ("page_entries", np.int64, "pages"),
+    ("page_ids", np.int32, "pages"),
+)
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step's inputs on the device.
+
+    Attributes:
+        tokens: int64 [num_tokens] input ids, with those of the step before filled in.
+        sample_rows: host int array [num_samples], the plan's rows that sample.
+        sample_slots: int64 [num_samples] their request slots.
+        sampling: their sampling parameters.
+    """
+
+    tokens: Tensor
+    meta: BatchMeta
+    sample_rows: np.ndarray
+    sample_slots: Tensor
+    sampling: SamplingRows
+
+
+class Inputs:
+    """Stages plans. Owns the block table and the buffer of last sampled tokens, both by slot."""
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        *,
+        num_slots: int,
+        max_pages: int,
+        page_size: int,
+        max_step_tokens: int,
+    ):
+        self._page_size = page_size
+        self._max_pages = max_pages
+        self._device = runtime.device
+        self._is_host = runtime.device.type == "cpu"
+        self._tables = np.zeros((num_slots, max_pages), np.int32)  # the host's copy
+        self.block_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=self._device)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+        if self._is_host:
+            self.block_table = torch.from_numpy(self._tables)
+        self._capacity = 0
+        self._host: list[Tensor] = []
+        self._copied: list[torch.Event | None] = [None, None]
+        self._turn = 0
+        self._reserve(64 * (max_step_tokens + num_slots) + 12 * num_slots * max_pages)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if num_bytes <= self._capacity:
+            return
+        pin = not self._is_host
+        self._capacity = num_bytes
+        self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._copied = [None, None]
+        self.staged = (
+            self._host[0]
+            if self._is_host
+            else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        )
+
+    def stage(self, plan: StepPlan, table: SlotTable, pad_rows_to: int = 0) -> StepInputs:
+        """Copy a plan to the device.
+
+        Args:
+            table: the sampling parameters by slot.
+            pad_rows_to: for graphs: add decode rows of slot 0 and length 0 up to this many.
+        """
+        rows, tokens = plan.num_rows, plan.num_tokens
+        padding = max(0, pad_rows_to - rows)
+        sample_rows = np.flatnonzero(plan.samples)
+        scored = [np.arange(0)]
+        indptr = np.zeros(rows + padding + 1, np.int32)
+        np.cumsum(plan.q_lens, out=indptr[1 : rows + 1])
+        indptr[rows + 1 :] = tokens + np.arange(1, padding + 1)
+        scored += [np.arange(indptr[row], indptr[row + 1]) for row in plan.score_tokens]
+        scored_tokens = np.concatenate(scored) if len(scored) > 1 else scored[0]
+        counts = {
+            "tokens": tokens + padding,
+            "rows": rows + padding,
+            "rows+1": rows + padding + 1,
+            "samples": len(sample_rows) + padding,
+            "logits": len(sample_rows) + padding + len(scored_tokens),
+            "pages": len(plan.page_ids),
+        }
+        host, device = self._views(counts)
+
+        self._tables[plan.page_slots, plan.page_indices] = plan.page_ids
+        host["page_entries"][:] = plan.page_slots.astype(np.int64) * self._max_pages
+        host["page_entries"] += plan.page_indices
+        host["page_ids"][:] = plan.page_ids
+
+        row_of_token = np.repeat(np.arange(rows), plan.q_lens)
+        starts = plan.kv_lens - plan.q_lens
+        positions = np.arange(tokens) - indptr[row_of_token] + starts[row_of_token]
+        pages = self._tables[plan.slots[row_of_token], positions // self._page_size]
+        last = indptr[1 : rows + 1] - 1
+        _fill(host["tokens"], plan.tokens, 0)
+        _fill(host["positions"], positions, 0)
+        _fill(
+            host["out_slots"], pages * np.int64(self._page_size) + positions % self._page_size, -1
+        )
+        _fill(host["kv_lens"], plan.kv_lens, 0)
+        _fill(host["slots"], plan.slots, 0)
+        host["qo_indptr"][:] = indptr
+        samples = len(sample_rows)
+        host["logit_tokens"][:samples] = last[sample_rows]
+        host["logit_tokens"][samples : samples + padding] = tokens + np.arange(padding)
+        host["logit_tokens"][samples + padding :] = scored_tokens
+        slots = plan.slots[sample_rows]
+        _fill(host["sample_slots"], slots, 0)
+        _fill(host["sample_positions"], plan.kv_lens[sample_rows], 0)
+        for name in ("seeds", "top_k", "temperature", "top_p", "min_p"):
+            _fill(host[name], getattr(table, name)[slots], 0)
+
+        if not self._is_host:
+            turn = self._turn
+            used = self._used
+            self.staged[:used].copy_(self._host[turn][:used], non_blocking=True)
+            self._copied[turn] = torch.Event(self._device)
+            self._copied[turn].record()
+            self._turn = 1 - turn
+            if len(plan.page_ids):
+                self.block_table.view(-1)[device["page_entries"]] = device["page_ids"]
+        if (plan.tokens == FROM_DEVICE).any():
+            self._fill_last_tokens(device, mixed=plan.num_decode_rows < rows)
+
+        meta = BatchMeta(
+            num_rows=rows + padding,
+            num_tokens=tokens + padding,
+            num_decode_rows=rows + padding if padding else plan.num_decode_rows,
+            page_size=self._page_size,
+            qo_indptr=device["qo_indptr"],
+            kv_lens=device["kv_lens"],
+            slots=device["slots"],
+            block_table=self.block_table,
+            positions=device["positions"],
+            out_slots=device["out_slots"],
+            logit_tokens=device["logit_tokens"],
+            qo_indptr_cpu=indptr,
+            kv_lens_cpu=np.concatenate([plan.kv_lens, np.zeros(padding, np.int32)])
+            if padding
+            else plan.kv_lens,
+            max_q_len=int(plan.q_lens.max()),
+            max_kv_len=int(plan.kv_lens.max()),
+            shared_groups=plan.shared_groups,
+        )
+        sampling = SamplingRows(
+            temperature=device["temperature"],
+            top_k=device["top_k"],
+            top_p=device["top_p"],
+            min_p=device["min_p"],
+            seeds=device["seeds"],
+            positions=device["sample_positions"],
+            all_greedy=bool((table.temperature[slots] == 0).all()),
+            has_top_k=bool((table.top_k[slots] < table.vocab_size).any()),
+            has_top_p=bool((table.top_p[slots] < 1).any()),
+            has_min_p=bool((table.min_p[slots] > 0).any()),
+        )
+        return StepInputs(device["tokens"], meta, sample_rows, device["sample_slots"], sampling)
+
+    def _views(self, counts: dict[str, int]) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
+        """The step's arrays on the host and on the device, by name."""
+        layout, offset = [], 0
+        for name, dtype, count in FIELDS:
+            size = counts[count] * np.dtype(dtype).itemsize
+            layout.append((name, dtype, offset, size))
+            offset += -(-size // ALIGN) * ALIGN
+        self._reserve(offset)
+        self._used = offset
+        turn = self._turn
+        if self._copied[turn] is not None:
+            self._copied[turn].synchronize()  # of two steps ago: it has long been done
+        buffer = self._host[turn].numpy()
+        source = self._host[turn] if self._is_host else self.staged
+        host = {n: buffer[o : o + size].view(dtype) for n, dtype, o, size in layout}
+        device = {n: source[o : o + size].view(TORCH_DTYPE[dtype]) for n, dtype, o, size in layout}
+        return host, device
+
+    def _fill_last_tokens(self, device: dict[str, Tensor], *, mixed: bool) -> None:
+        """Put the tokens that only the device knows in their places: a row's last, if any."""
+        tokens, slots = device["tokens"], device["slots"].long()
+        last = self.last_tokens[slots]
+        if not mixed:
+            torch.where(tokens < 0, last, tokens, out=tokens)
+            return
+        ends = device["qo_indptr"][1:].long() - 1
+        at_end = tokens[ends]
+        tokens[ends] = torch.where(at_end < 0, last, at_end)
+
+
+TORCH_DTYPE = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+
+
+def _fill(target: np.ndarray, values: np.ndarray, padding: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = padding

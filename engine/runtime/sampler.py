@@ -1,0 +1,215 @@
+"""From logits to tokens: penalties, masks, biases, the draw, log-probabilities.
+
+Order (as SGLang's): frequency and presence penalties, min_tokens, repetition penalty, logit bias;
+then, inside the backend's `sample`, temperature, top-k, top-p, min-p and the draw. Log-probabilities
+are of the model's own distribution, before all of that.
+
+Runs on: gpu.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends.api import Ops, SamplingRows
+from ..core.plan import Admission
+
+
+class SlotTable:
+    """Sampling parameters by request slot, as host arrays [num_slots]."""
+
+    def __init__(self, num_slots: int, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.seeds = np.zeros(num_slots, np.int64)
+        self.top_k = np.full(num_slots, vocab_size, np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.prompt_lens = np.zeros(num_slots, np.int32)
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.num_logprobs = np.full(num_slots, -1, np.int32)
+        self.has_penalties = np.zeros(num_slots, bool)
+        self.has_bias = np.zeros(num_slots, bool)
+
+    def write(self, a: Admission) -> None:
+        """Set the row of a newly admitted request."""
+        slot, p = a.slot, a.params
+        self.seeds[slot] = np.uint64(a.seed & (2**64 - 1)).astype(np.int64)
+        self.temperature[slot] = 0 if p.is_greedy else p.temperature
+        self.top_k[slot] = min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size
+        self.top_p[slot] = p.top_p
+        self.min_p[slot] = p.min_p
+        if p.is_greedy:  # filters keep the likeliest token, so they need not run
+            self.top_k[slot], self.top_p[slot], self.min_p[slot] = self.vocab_size, 1, 0
+        self.prompt_lens[slot] = a.prompt_len
+        self.min_tokens[slot] = p.min_tokens
+        self.num_logprobs[slot] = -1 if p.logprobs is None else p.logprobs
+        self.has_penalties[slot] = p.has_penalties
+        self.has_bias[slot] = bool(p.logit_bias)
+
+
+@dataclass(slots=True)
+class DeviceLogprobs:
+    """Log-probabilities on the device: chosen [n], top ids and values [n, k]."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one step sampled, on the device.
+
+    Attributes:
+        tokens: int32 [num_samples].
+        is_finite: bool [num_samples].
+        logprob_rows: which of the samples have log-probabilities (host indices).
+    """
+
+    tokens: Tensor
+    is_finite: Tensor
+    logprob_rows: np.ndarray
+    logprobs: DeviceLogprobs | None
+
+
+class Sampler:
+    """Samples one token for each of a step's rows. Keeps what depends on a request's history."""
+
+    def __init__(self, ops: Ops, num_slots: int, vocab_size: int, device: torch.device):
+        self._ops = ops
+        self._device = device
+        self.table = SlotTable(num_slots, vocab_size)
+        self._penalties = _Penalties(vocab_size, device)
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stop_ids: dict[int, np.ndarray] = {}
+
+    def admit(self, a: Admission) -> None:
+        """Prepare a slot for its new request."""
+        self.table.write(a)
+        self._penalties.forget(a.slot)
+        self._stop_ids.pop(a.slot, None)
+        self._bias.pop(a.slot, None)
+        if a.params.has_penalties:
+            self._penalties.admit(a)
+        if a.params.min_tokens:
+            self._stop_ids[a.slot] = np.array(a.stop_token_ids, np.int64)
+        if a.params.logit_bias:
+            ids, values = zip(*a.params.logit_bias.items(), strict=True)
+            self._bias[a.slot] = (
+                torch.tensor(ids, device=self._device),
+                torch.tensor(values, dtype=torch.float32, device=self._device),
+            )
+
+    def sample(
+        self, logits: Tensor, slots: np.ndarray, kv_lens: np.ndarray, rows: SamplingRows
+    ) -> Sampled:
+        """Draw one token a row.
+
+        Args:
+            logits: float32 [num_rows, vocab] (overwritten); rows after len(slots) are padding.
+            slots: host int32 [num_samples]; kv_lens: the context's length, so the position of
+                the token that is drawn.
+        """
+        table = self.table
+        is_finite = logits.amax(-1).isfinite()
+        logprob_rows = np.flatnonzero(table.num_logprobs[slots] >= 0)
+        own = None
+        if len(logprob_rows):
+            own = torch.log_softmax(logits[self._index(logprob_rows)], -1)
+        penalised = np.flatnonzero(table.has_penalties[slots])
+        if len(penalised):
+            self._penalties.apply_additive(logits, self._index(penalised), slots[penalised])
+        self._mask_stops(logits, slots, kv_lens)
+        if len(penalised):
+            self._penalties.apply_repetition(logits, self._index(penalised), slots[penalised])
+        for row in np.flatnonzero(table.has_bias[slots]):
+            ids, values = self._bias[int(slots[row])]
+            logits[int(row)].index_add_(0, ids, values)
+
+        tokens = self._ops.sample(logits, rows)
+        if len(penalised):
+            self._penalties.count(tokens[self._index(penalised)], slots[penalised])
+        logprobs = None
+        if own is not None:
+            top = int(table.num_logprobs[slots].max())
+            logprobs = top_logprobs(own, tokens[self._index(logprob_rows)].long(), top)
+        return Sampled(tokens, is_finite, logprob_rows, logprobs)
+
+    def _mask_stops(self, logits: Tensor, slots: np.ndarray, kv_lens: np.ndarray) -> None:
+        """Forbid the stop tokens of rows that have not reached min_tokens."""
+        num_output = kv_lens - self.table.prompt_lens[slots]
+        early = np.flatnonzero(num_output < self.table.min_tokens[slots])
+        stops = [self._stop_ids[int(slots[row])] for row in early]
+        if sum(map(len, stops)):
+            at = np.repeat(early, [len(s) for s in stops])
+            logits[self._index(at), self._index(np.concatenate(stops))] = -torch.inf
+
+    def _index(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device, non_blocking=True)
+
+
+def top_logprobs(own: Tensor, tokens: Tensor, top: int) -> DeviceLogprobs:
+    """The tokens' entries of log-probabilities [n, vocab], and the `top` largest of each row."""
+    values, ids = own.topk(top, -1)
+    return DeviceLogprobs(own.gather(-1, tokens[:, None])[:, 0], ids, values)
+
+
+class _Penalties:
+    """Token counts of the requests with penalties, a row each in tables [capacity, vocab]."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self._vocab_size = vocab_size
+        self._device = device
+        self._row_of: dict[int, int] = {}  # slot to row
+        self._free: list[int] = []
+        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._is_seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._params = torch.zeros(0, 3, device=device)  # frequency, presence, repetition
+
+    def forget(self, slot: int) -> None:
+        if (row := self._row_of.pop(slot, None)) is not None:
+            self._free.append(row)
+
+    def admit(self, a: Admission) -> None:
+        if not self._free:
+            self._grow()
+        row = self._row_of[a.slot] = self._free.pop()
+        tokens = torch.from_numpy(a.tokens.astype(np.int64)).to(self._device)
+        output = tokens[a.prompt_len :]
+        self._output_counts[row] = torch.bincount(output, minlength=self._vocab_size)
+        self._is_seen[row] = torch.bincount(tokens, minlength=self._vocab_size) > 0
+        p = a.params
+        self._params[row] = torch.tensor(
+            [p.frequency_penalty, p.presence_penalty, p.repetition_penalty]
+        )
+
+    def apply_additive(self, logits: Tensor, rows: Tensor, slots: np.ndarray) -> None:
+        at = self._rows(slots)
+        counts = self._output_counts[at]
+        frequency, presence, _ = self._params[at].split(1, dim=1)
+        logits[rows] -= frequency * counts + presence * (counts > 0)
+
+    def apply_repetition(self, logits: Tensor, rows: Tensor, slots: np.ndarray) -> None:
+        at = self._rows(slots)
+        repetition = torch.where(self._is_seen[at], self._params[at, 2:], 1.0)
+        chosen = logits[rows]
+        logits[rows] = torch.where(chosen < 0, chosen * repetition, chosen / repetition)
+
+    def count(self, tokens: Tensor, slots: np.ndarray) -> None:
+        at, tokens = self._rows(slots), tokens.long()
+        self._output_counts[at, tokens] += 1
+        self._is_seen[at, tokens] = True
+
+    def _rows(self, slots: np.ndarray) -> Tensor:
+        return torch.tensor([self._row_of[int(s)] for s in slots], device=self._device)
+
+    def _grow(self) -> None:
+        old = len(self._params)
+        new = max(4, old)
+        self._free += range(old, old + new)
+        for name in ("_output_counts", "_is_seen", "_params"):
+            table = getattr(self, name)
+            setattr(self, name, torch.cat([table, table.new_zeros(new, table.shape[1])]))
