@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A batch of rows (q_len, kv_len) and what the layer does; (0, 0) is a padding row."""
+    """A batch of rows (q_len, kv_len) and what the layer does; kv_len 0 is a padding row."""
 
     name: str
     rows: Sequence[tuple[int, int]]
@@ -48,6 +48,12 @@ class AttentionInputs:
     spec: AttentionSpec
     owned: Tensor = field(repr=False)  # bool [num_pages * page_size], slots that some row owns
 
+    @property
+    def real_tokens(self) -> Tensor:
+        """Indices of the new tokens of rows that are not padding."""
+        q_lens = np.diff(self.meta.qo_indptr_cpu)
+        return torch.from_numpy(np.repeat(self.meta.kv_lens_cpu > 0, q_lens).nonzero()[0])
+
 
 def lens(page_size: int) -> tuple[int, ...]:
     """Context lengths around the edges of pages."""
@@ -59,7 +65,7 @@ def attention_cases() -> list[AttentionCase]:
     """Decode, prefill, extend and mixtures over shapes, page sizes and layer kinds."""
     cases = []
     for page in (1, 16):
-        decode = [(1, n) for n in lens(page)]
+        decode = [*((1, n) for n in lens(page)), (1, 0), (1, 0)]  # padded as for a graph
         prefill = [(n, n) for n in lens(page)]
         extend = [(7, 7 + n) for n in lens(page)]
         mixed = [*decode, (0, 0), *extend, *prefill]
@@ -71,7 +77,7 @@ def attention_cases() -> list[AttentionCase]:
             AttentionCase(f"window-page{page}", mixed, page, window=6),
             AttentionCase(f"everything-page{page}", mixed, page, 4, 2, 64, 9, 5.0, True),
         ]
-    rows = [(1, 1), (1, 53), (0, 0), (5, 21), (37, 37)]
+    rows = [(1, 1), (1, 53), (1, 0), (5, 21), (37, 37)]
     for heads, kv_heads in ((1, 1), (8, 2), (7, 1), (16, 2), (9, 3)):
         cases.append(
             AttentionCase(f"heads{heads}-{kv_heads}", rows, 16, heads, kv_heads, seed=heads)
@@ -118,8 +124,10 @@ def build_attention(
         at = torch.arange(kv_len)
         of_row = ids[at // page].long() * page + at % page
         owned[of_row] = True
-        positions.append(at[kv_len - q_len :])
-        out_slots.append(of_row[kv_len - q_len :])
+        if kv_len == 0:
+            at, of_row = torch.zeros(q_len, dtype=torch.int64), torch.full((q_len,), -1)
+        positions.append(at[len(at) - q_len :])
+        out_slots.append(of_row[len(at) - q_len :])
     shape = (num_pages * page, case.num_kv_heads, case.head_dim)
     k, v = (torch.randn(shape, generator=gen, dtype=torch.float64) for _ in range(2))
     k[~owned], v[~owned] = math.nan, math.nan

@@ -1,0 +1,50 @@
+"""The providers that can run here, as parameters of the contract tests."""
+
+import importlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from stoker.backends import registry
+from stoker.backends.api import BackendError, DeviceRuntime, Provider
+
+
+@dataclass(frozen=True)
+class Target:
+    """One provider on one device."""
+
+    runtime: DeviceRuntime
+    provider: Provider
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors live."""
+        return self.runtime.device
+
+    def require(self, op: str):
+        """The provider's method, or a skip where it does not have this op."""
+        method = getattr(self.provider, op, None)
+        if method is None:
+            pytest.skip(f"{self.provider.name} does not have {op}")
+        return method
+
+
+def targets() -> list:
+    """One pytest parameter for each provider that can run; accelerators are marked gpu."""
+    found = []
+    for record in registry.BACKENDS:
+        try:
+            module = importlib.import_module(record.module, "stoker.backends")
+            runtime = module.runtime()
+        except (ImportError, AttributeError, BackendError):
+            continue
+        marks = () if record.name == "cpu" else (pytest.mark.gpu,)
+        found += [
+            pytest.param(
+                Target(runtime, provider), id=f"{record.name}-{provider.name}", marks=marks
+            )
+            for provider in module.providers()
+            if provider.probe(runtime) is None
+        ]
+    return found
