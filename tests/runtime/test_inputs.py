@@ -1,0 +1,96 @@
+"""Staging: the device's view of a plan, against a loop over its tokens."""
+
+import numpy as np
+import pytest
+import torch
+from stoker.backends import registry
+from stoker.engine.core.plan import FROM_DEVICE, StepPlan
+from stoker.engine.runtime.inputs import Inputs
+from stoker.engine.runtime.sampler import SlotTable
+
+PAGE = 4
+
+
+def make_plan(rows, updates=(), score=None):
+    """rows: (slot, context before, new token ids)."""
+    i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
+    decode = sum(len(r[2]) == 1 for r in rows)
+    return StepPlan(
+        step=1,
+        slots=i32(r[0] for r in rows),
+        q_lens=i32(len(r[2]) for r in rows),
+        kv_lens=i32(r[1] + len(r[2]) for r in rows),
+        num_decode_rows=decode,
+        tokens=i32(t for r in rows for t in r[2]),
+        samples=np.array([r[3] if len(r) > 3 else True for r in rows]),
+        prompt_logprobs=np.full(len(rows), -1, np.int32),
+        page_slots=i32(u[0] for u in updates),
+        page_indices=i32(u[1] for u in updates),
+        page_ids=i32(u[2] for u in updates),
+        score_tokens=score or {},
+    )
+
+
+@pytest.fixture
+def inputs():
+    return Inputs(
+        registry.select("cpu").runtime, num_slots=5, max_pages=8, page_size=PAGE, max_step_tokens=64
+    )
+
+
+def test_positions_and_slots(inputs):
+    pages = {(1, 0): 7, (1, 1): 3, (2, 0): 9, (3, 0): 2, (3, 1): 5}
+    rows = [(1, 5, [11]), (2, 2, [FROM_DEVICE]), (3, 1, [20, 21, 22, 23, 24], False)]
+    inputs.last_tokens[2] = 42
+    plan = make_plan(rows, [(s, i, p) for (s, i), p in pages.items()])
+    step = inputs.stage(plan, SlotTable(5, 100))
+    want = [
+        (token, position, pages[slot, position // PAGE] * PAGE + position % PAGE)
+        for slot, before, new, *_ in rows
+        for position, token in enumerate(new, before)
+    ]
+    want[1] = (42, *want[1][1:])
+    assert step.tokens.tolist() == [w[0] for w in want]
+    assert step.meta.positions.tolist() == [w[1] for w in want]
+    assert step.meta.out_slots.tolist() == [w[2] for w in want]
+    assert step.meta.qo_indptr.tolist() == [0, 1, 2, 7]
+    assert step.meta.logit_tokens.tolist() == [0, 1]  # the third row does not sample
+    assert step.meta.kv_lens.tolist() == [6, 3, 6]
+    assert inputs.block_table[3, :2].tolist() == [2, 5]
+
+
+def test_a_device_token_at_the_end_of_a_longer_row(inputs):
+    inputs.last_tokens[4] = 77
+    plan = make_plan([(1, 3, [5]), (4, 0, [6, FROM_DEVICE])], [(1, 0, 1), (4, 0, 2)])
+    assert inputs.stage(plan, SlotTable(5, 100)).tokens.tolist() == [5, 6, 77]
+
+
+def test_scored_rows_follow_the_sampled_ones(inputs):
+    plan = make_plan(
+        [(1, 0, [5]), (2, 0, [6, 7, 8])],
+        [(1, 0, 1), (2, 0, 2)],
+        score={1: np.array([7, 8, -1], np.int32)},
+    )
+    assert inputs.stage(plan, SlotTable(5, 100)).meta.logit_tokens.tolist() == [0, 3, 1, 2, 3]
+
+
+def test_padding_rows_write_nowhere(inputs):
+    plan = make_plan([(1, 2, [5])], [(1, 0, 1)])
+    step = inputs.stage(plan, SlotTable(5, 100), pad_rows_to=4)
+    meta = step.meta
+    assert meta.num_rows == meta.num_decode_rows == meta.num_tokens == 4
+    assert meta.out_slots.tolist() == [PAGE + 2, -1, -1, -1]
+    assert meta.kv_lens.tolist() == [3, 0, 0, 0]
+    assert meta.qo_indptr.tolist() == [0, 1, 2, 3, 4]
+    assert meta.slots.tolist() == [1, 0, 0, 0]
+    assert meta.logit_tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_many_block_table_entries_grow_the_buffers(inputs):
+    big = Inputs(
+        registry.select("cpu").runtime, num_slots=3, max_pages=4000, page_size=1, max_step_tokens=4
+    )
+    plan = make_plan([(1, 3999, [5])], [(1, i, i + 1) for i in range(4000)])
+    step = big.stage(plan, SlotTable(3, 100))
+    assert step.meta.out_slots.tolist() == [4000]
+    assert torch.equal(big.block_table[1], torch.arange(1, 4001, dtype=torch.int32))
