@@ -1,0 +1,391 @@
+"""The blocks that decoders are made of, and the decoder that a config makes of them.
+
+A block declares its tensors by their Hugging Face names when it is made; `Decoder.load` brings
+them. Ops, device and type come by argument, so several models can live in one process.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...backends.api import AttentionSpec, Rope
+from ..api.errors import StartError
+
+if TYPE_CHECKING:
+    from ...backends.api import BatchMeta, LayerCache, Ops
+    from .config import ModelConfig, RopeConfig
+
+
+class Parameters:
+    """The tensors that a model expects: name to shape, and where each goes when it comes."""
+
+    def __init__(self, ops: Ops, device: torch.device, dtype: torch.dtype):
+        self.ops, self.device, self.dtype = ops, device, dtype
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._put: dict[str, Callable[[Tensor], None]] = {}
+
+    def expect(self, name: str, shape: tuple[int, ...], put: Callable[[Tensor], None]) -> None:
+        """Declare a tensor; `put` copies what it is given."""
+        self.shapes[name] = shape
+        self._put[name] = put
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Put every tensor in its place.
+
+        Raises:
+            StartError: a tensor is missing, unexpected, twice there, or has another shape.
+        """
+        missing = dict.fromkeys(self.shapes)
+        for name, tensor in weights:
+            shape = self.shapes.get(name)
+            if shape is None:
+                raise StartError(f"the weights hold a tensor {name!r:.200} that the model lacks")
+            if name not in missing:
+                raise StartError(f"the weights hold the tensor {name} twice")
+            if tuple(tensor.shape) != shape:
+                raise StartError(
+                    f"the tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}"
+                )
+            del missing[name]
+            self._put[name](tensor)
+        if missing:
+            first = next(iter(missing))
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise StartError(f"the weights lack the tensor {first}{more}")
+
+
+class Linear:
+    """A packed weight, fused out of parts that lie row after row.
+
+    Args:
+        parts: name to output features, in order.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, int], in_features: int, bias: bool, parameters: Parameters
+    ):
+        self._parameters = parameters
+        self._shape = (sum(parts.values()), in_features)
+        self._weight: Tensor | None = None  # until all parts are there
+        self._bias: Tensor | None = None
+        self._has_bias = bias
+        self._pending: set[str] = set()
+        self._packed: Any = None
+        start = 0
+        for name, size in parts.items():
+            rows = slice(start, start + size)
+            self._expect(f"{name}.weight", (size, in_features), rows)
+            if bias:
+                self._expect(f"{name}.bias", (size,), rows)
+            start += size
+
+    def _expect(self, name: str, shape: tuple[int, ...], rows: slice) -> None:
+        self._pending.add(name)
+        self._parameters.expect(name, shape, partial(self._put, name, rows))
+
+    def _put(self, name: str, rows: slice, tensor: Tensor) -> None:
+        device, dtype = self._parameters.device, self._parameters.dtype
+        if self._weight is None:
+            self._weight = torch.empty(self._shape, device=device, dtype=dtype)
+            if self._has_bias:
+                self._bias = torch.empty(self._shape[0], device=device, dtype=dtype)
+        target = self._bias if name.endswith(".bias") else self._weight
+        assert target is not None
+        target[rows].copy_(tensor)
+        self._pending.discard(name)
+        if not self._pending:
+            self._packed = self._parameters.ops.pack_linear(self._weight, self._bias)
+            self._weight = self._bias = None  # the packed form is all that stays
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[num_tokens, in] to [num_tokens, out]."""
+        return self._parameters.ops.linear(x, self._packed, out_dtype)
+
+
+class Norm:
+    """The weight of an RMS norm; 1 + weight in float32 where plus_one."""
+
+    def __init__(self, name: str, size: int, plus_one: bool, parameters: Parameters):
+        self.weight: Tensor = torch.empty(0)
+        self._plus_one = plus_one
+        self._parameters = parameters
+        parameters.expect(f"{name}.weight", (size,), self._put)
+
+    def _put(self, tensor: Tensor) -> None:
+        if self._plus_one:
+            self.weight = tensor.to(self._parameters.device, torch.float32) + 1
+        else:
+            self.weight = tensor.to(self._parameters.device, self._parameters.dtype, copy=True)
+
+
+class Embedding:
+    """Rows of a table [vocab, hidden], times a scale that is rounded to the model's type."""
+
+    def __init__(
+        self, name: str, vocab_size: int, size: int, scale: float | None, parameters: Parameters
+    ):
+        self.weight: Tensor = torch.empty(0)
+        self._scale = None
+        if scale is not None:
+            self._scale = torch.tensor(scale, dtype=parameters.dtype).item()
+        self._parameters = parameters
+        parameters.expect(f"{name}.weight", (vocab_size, size), self._put)
+
+    def _put(self, tensor: Tensor) -> None:
+        self.weight = tensor.to(self._parameters.device, self._parameters.dtype, copy=True)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """int64 [num_tokens] to a new tensor [num_tokens, hidden]."""
+        x = F.embedding(tokens, self.weight)
+        return x if self._scale is None else x.mul_(self._scale)
+
+
+class Attention:
+    """Grouped-query attention with rotary embedding, q and k norms, and a window."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        window: int | None,
+        rope: Rope,
+        parameters: Parameters,
+    ):
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.spec = AttentionSpec(heads, kv_heads, dim, config.attention_scale, window)
+        self._rope = rope
+        self._eps = config.rms_norm_eps
+        self._ops = parameters.ops
+        self._qkv = Linear(
+            {
+                f"{name}.q_proj": heads * dim,
+                f"{name}.k_proj": kv_heads * dim,
+                f"{name}.v_proj": kv_heads * dim,
+            },
+            config.hidden_size,
+            config.qkv_bias,
+            parameters,
+        )
+        self._out = Linear(
+            {f"{name}.o_proj": config.hidden_size}, heads * dim, config.o_bias, parameters
+        )
+        self._q_norm = self._k_norm = None
+        if config.qk_norm:
+            self._q_norm = Norm(f"{name}.q_norm", dim, config.norm_plus_one, parameters)
+            self._k_norm = Norm(f"{name}.k_norm", dim, config.norm_plus_one, parameters)
+
+    def __call__(self, x: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
+        """[num_tokens, hidden] to the same; new keys and values go to the cache."""
+        q = self._ops.write_qkv(
+            self._qkv(x),
+            meta,
+            cache,
+            self.spec,
+            self._rope,
+            None if self._q_norm is None else self._q_norm.weight,
+            None if self._k_norm is None else self._k_norm.weight,
+            self._eps,
+        )
+        return self._out(self._ops.attend(q, meta, cache, self.spec))
+
+
+class MLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, name: str, config: ModelConfig, parameters: Parameters):
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self._gate_up = Linear(
+            {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden, bias, parameters
+        )
+        self._down = Linear({f"{name}.down_proj": hidden}, inner, bias, parameters)
+        ops = parameters.ops
+        self._activate = ops.silu_and_mul if config.activation == "silu" else ops.gelu_and_mul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] to the same."""
+        return self._down(self._activate(self._gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and MLP, a norm before each, and in a sandwich after each as well."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, window: int | None, rope: Rope, parameters: Parameters
+    ):
+        self._ops, self._eps = parameters.ops, config.rms_norm_eps
+        self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
+        self._mlp = MLP(f"{name}.mlp", config, parameters)
+
+        def norm(which: str) -> Norm:
+            return Norm(f"{name}.{which}", config.hidden_size, config.norm_plus_one, parameters)
+
+        self._input_norm = norm("input_layernorm")
+        self._after_attention = self._after_mlp = None
+        if config.sandwich_norms:
+            self._after_attention = norm("post_attention_layernorm")
+            self._mlp_norm = norm("pre_feedforward_layernorm")
+            self._after_mlp = norm("post_feedforward_layernorm")
+        else:
+            self._mlp_norm = norm("post_attention_layernorm")
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: LayerCache
+    ) -> Tensor:
+        """The layer's output, that the caller adds to the residual stream.
+
+        Args:
+            x: output of the layer before [num_tokens, hidden]; None in the first layer.
+            residual: [num_tokens, hidden]; x and the attention's output are added in place.
+        """
+        ops, eps = self._ops, self._eps
+        if x is None:
+            x = ops.rms_norm(residual, self._input_norm.weight, eps)
+        else:
+            x = ops.add_rms_norm(x, residual, self._input_norm.weight, eps)
+        x = self.attention(x, meta, cache)
+        if self._after_attention is not None:
+            x = ops.rms_norm(x, self._after_attention.weight, eps)
+        x = self._mlp(ops.add_rms_norm(x, residual, self._mlp_norm.weight, eps))
+        return x if self._after_mlp is None else ops.rms_norm(x, self._after_mlp.weight, eps)
+
+
+class Decoder:
+    """A decoder-only language model.
+
+    Args:
+        max_positions: rows of the rotary tables; the model's own context by default.
+
+    Attributes:
+        shapes: name to shape of every tensor that `load` expects.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int | None = None,
+    ):
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self._ops = ops
+        self._parameters = parameters = Parameters(ops, device, dtype)
+        self.shapes: Mapping[str, tuple[int, ...]] = parameters.shapes
+        self._embedding = Embedding(
+            "model.embed_tokens",
+            config.vocab_size,
+            config.hidden_size,
+            config.embed_scale,
+            parameters,
+        )
+        length = max_positions or config.max_position_embeddings
+        rope = local_rope = rope_table(config.rope, length, device)
+        if config.local_rope is not None:
+            local_rope = rope_table(config.local_rope, length, device)
+        self._layers = [
+            DecoderLayer(
+                f"model.layers.{layer}",
+                config,
+                window,
+                rope if window is None else local_rope,
+                parameters,
+            )
+            for layer, window in enumerate(config.windows)
+        ]
+        self._norm = Norm("model.norm", config.hidden_size, config.norm_plus_one, parameters)
+        self._head: Linear | None = None
+        self._tied_head: Any = None
+        if not config.tie_word_embeddings:
+            self._head = Linear(
+                {"lm_head": config.vocab_size}, config.hidden_size, False, parameters
+            )
+
+    @property
+    def kv_spec(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of each layer."""
+        return [(s.num_kv_heads, s.head_dim) for s in (x.attention.spec for x in self._layers)]
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all tensors, in any order; each is copied or packed before the next is asked for.
+
+        Raises:
+            StartError: a tensor is missing, unexpected, twice there, or has another shape.
+        """
+        self._parameters.load(weights)
+        if self._head is None:
+            self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
+
+    def forward(self, tokens: Tensor, meta: BatchMeta, caches: list[LayerCache]) -> Tensor:
+        """Hidden states [num_tokens, hidden] of new tokens int64 [num_tokens], not yet normed."""
+        residual = self._embedding(tokens)
+        x = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x = layer(x, residual, meta, cache)
+        assert x is not None  # a config has at least one layer
+        return residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [n, vocab] of chosen rows of the hidden states [n, hidden]."""
+        x = self._ops.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps)
+        if self._head is not None:
+            logits = self._head(x, torch.float32)
+        else:
+            logits = self._ops.linear(x, self._tied_head, torch.float32)
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def rope_table(config: RopeConfig, length: int, device: torch.device) -> Rope:
+    """Cosines and sines of the positions 0 to length - 1."""
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(config).to(device))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    return Rope(cos_sin.mul_(config.attention_factor), config.rotary_dim)
+
+
+def inverse_frequencies(config: RopeConfig) -> Tensor:
+    """Float32 [rotary_dim / 2] radians per position: theta^(-2i / rotary_dim), then scaled.
+
+    Sources: linear, Chen et al. 2023; yarn, Peng et al. 2023 (section 3.2); llama3, the Llama 3.1
+    release: wavelengths above original / low_freq_factor are divided by factor, those below
+    original / high_freq_factor stay, those in between are interpolated.
+    """
+    dim = config.rotary_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    frequencies = 1.0 / config.theta**exponents
+    match config.kind:
+        case "linear":
+            return frequencies / config.factor
+        case "factors":
+            return frequencies / torch.tensor(config.factors)
+        case "llama3":
+            rotations = config.original_max_positions * frequencies / (2 * math.pi)
+            low, high = config.low_freq_factor, config.high_freq_factor
+            keep = ((rotations - low) / (high - low)).clamp(0, 1)
+            return (1 - keep) * frequencies / config.factor + keep * frequencies
+        case "yarn":
+            # Dimensions that turn more than beta_fast times in the original context keep their
+            # frequency, those that turn less than beta_slow times are divided by factor.
+            first, last = (
+                dim
+                * math.log(config.original_max_positions / (beta * 2 * math.pi))
+                / (2 * math.log(config.theta))
+                for beta in (config.beta_fast, config.beta_slow)
+            )
+            if config.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, dim - 1)
+            steps = torch.arange(dim // 2, dtype=torch.float32)
+            divided = ((steps - first) / (last - first or 0.001)).clamp(0, 1)
+            return divided * frequencies / config.factor + (1 - divided) * frequencies
+    return frequencies

@@ -1,0 +1,294 @@
+"""What a model is, read from config.json or GGUF metadata as plain data; no code named there runs.
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..api.errors import StartError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer; the formulas are in `blocks.inverse_frequencies`.
+
+    Attributes:
+        rotary_dim: how many leading dimensions of a head rotate.
+        factors: [rotary_dim / 2] divisors of the frequencies, where kind is "factors" (GGUF).
+        attention_factor: multiplies cosines and sines (yarn).
+    """
+
+    rotary_dim: int
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder as the blocks build it.
+
+    Attributes:
+        dtype: the type that the weights were saved in, "bfloat16", "float16" or "float32".
+        windows: per layer the sliding window in tokens, None where a layer sees all.
+        rope: of the layers that see all, and of the others too unless local_rope is set.
+        attention_scale: multiplies q k^T.
+        embed_scale: multiplies embeddings, rounded to the model's type first.
+        norm_plus_one: RMS norms multiply by 1 + weight, in float32 (Gemma).
+        sandwich_norms: a norm after attention and MLP as well as before (Gemma).
+        logit_softcap: logits become softcap * tanh(logits / softcap).
+    """
+
+    family: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    attention_scale: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    local_rope: RopeConfig | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_plus_one: bool = False
+    sandwich_norms: bool = False
+    embed_scale: float | None = None
+    logit_softcap: float | None = None
+
+
+class Fields:
+    """A config's fields with the family's defaults; every read checks the type."""
+
+    def __init__(self, fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
+        self._fields = {**(defaults or {}), **fields}
+
+    def get(self, key: str) -> Any:
+        """The raw value; None where it is absent or null."""
+        return self._fields.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._read(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise StartError(f"model config: {key} must be a positive integer, not {value!r:.80}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._read(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise StartError(f"model config: {key} must be a positive number, not {value!r:.80}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._read(key, default)
+        if not isinstance(value, bool):
+            raise StartError(f"model config: {key} must be true or false, not {value!r:.80}")
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        """An object; empty where it is absent."""
+        value = self._read(key, {})
+        if not isinstance(value, Mapping):
+            raise StartError(f"model config: {key} must be an object, not {value!r:.80}")
+        return dict(value)
+
+    def _read(self, key: str, default: Any) -> Any:
+        value = self._fields.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise StartError(f"model config: {key} is missing")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one family of models differs in.
+
+    Attributes:
+        architectures: names in `architectures` of config.json.
+        gguf: name in `general.architecture`, None where another family's name is used.
+        defaults: values of fields that config.json may leave out (those of transformers).
+        refine: changes the common config into the family's.
+        ignored: prefixes of tensors that are left unread (a vision tower).
+        renamed: prefixes of tensor names and what they become.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    gguf: str | None
+    refine: Callable[[ModelConfig, Fields], ModelConfig]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def common(family: str, architecture: str, hf: Fields) -> ModelConfig:
+    """The fields that all families share, from the fields of a config.json.
+
+    Raises:
+        StartError: a field is missing, has another type, or asks for what no block does.
+    """
+    if hf.get("quantization_config"):
+        method = hf.table("quantization_config").get("quant_method", "unknown")
+        raise StartError(f"model config: quantization {method!r} is not supported; use GGUF")
+    num_heads, hidden_size = hf.integer("num_attention_heads"), hf.integer("hidden_size")
+    num_kv_heads = hf.integer("num_key_value_heads", num_heads)
+    head_dim = hf.integer("head_dim", max(hidden_size // num_heads, 1))
+    if num_heads % num_kv_heads:
+        raise StartError(
+            f"model config: num_attention_heads {num_heads} is no multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise StartError(
+            f"model config: activation {activation!r} is not supported; "
+            f"there are {', '.join(ACTIVATIONS)}"
+        )
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise StartError(f"model config: dtype {dtype!r:.80} is not supported")
+    num_layers = hf.integer("num_hidden_layers")
+    return ModelConfig(
+        family=family,
+        architecture=architecture,
+        dtype=dtype,
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.integer("max_position_embeddings", 2048),
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
+        attention_scale=head_dim**-0.5,
+        rope=rope(hf, head_dim),
+        windows=(None,) * num_layers,
+        activation=ACTIVATIONS[activation],
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
+    )
+
+
+def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig:
+    """Rotary embedding from rope_parameters, or from rope_theta and rope_scaling (older files).
+
+    Args:
+        layer_type: which entry, where rope_parameters has one for each type of layer.
+    """
+    given = hf.table("rope_parameters")
+    if layer_type is not None and isinstance(given.get(layer_type), Mapping):
+        given = given[layer_type]
+    fields = Fields(given or hf.table("rope_scaling"))
+    max_positions = hf.integer("max_position_embeddings", 2048)
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    theta = fields.number("rope_theta", hf.number("rope_theta", 10_000.0))
+    partial = fields.number(
+        "partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)
+    )  # share of a head that rotates
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise StartError(f"model config: {rotary_dim} of {head_dim} dimensions cannot rotate")
+    original = hf.get("original_max_position_embeddings")
+    original = original or fields.integer("original_max_position_embeddings", max_positions)
+    match kind:
+        case "default":
+            return RopeConfig(rotary_dim, theta)
+        case "linear":
+            return RopeConfig(rotary_dim, theta, "linear", fields.number("factor"))
+        case "llama3":
+            return RopeConfig(
+                rotary_dim,
+                theta,
+                "llama3",
+                fields.number("factor"),
+                original,
+                low_freq_factor=fields.number("low_freq_factor"),
+                high_freq_factor=fields.number("high_freq_factor"),
+            )
+        case "yarn":
+            factor = fields.number("factor", max_positions / original)
+            return RopeConfig(
+                rotary_dim,
+                theta,
+                "yarn",
+                factor,
+                original,
+                beta_fast=fields.number("beta_fast", 32.0),
+                beta_slow=fields.number("beta_slow", 1.0),
+                truncate=fields.flag("truncate", True),
+                attention_factor=_yarn_attention_factor(fields, factor),
+            )
+        case "factors":
+            factors = tuple(float(f) for f in fields.get("factors"))
+            if len(factors) != rotary_dim // 2:
+                raise StartError(
+                    f"model config: {len(factors)} rope factors for {rotary_dim} dimensions"
+                )
+            return RopeConfig(rotary_dim, theta, "factors", factors=factors)
+    raise StartError(
+        f"model config: rope type {kind!r:.80} is not supported; "
+        "there are default, linear, llama3, yarn"
+    )
+
+
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
+    """0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22), or a quotient of two such (DeepSeek)."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if fields.get("attention_factor") is not None:
+        return fields.number("attention_factor")
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        return mscale(fields.number("mscale")) / mscale(fields.number("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def windows_by_layer(hf: Fields, num_layers: int, default: Collection[int]) -> tuple:
+    """Per layer the sliding window or None, by `layer_types`, or for the `default` layers."""
+    types = hf.get("layer_types")
+    if types is None:
+        sliding = [layer in default for layer in range(num_layers)]
+    else:
+        known = {"sliding_attention": True, "full_attention": False}
+        if len(types) != num_layers or not all(t in known for t in types):
+            raise StartError(f"model config: layer_types {types!r:.80} are not supported")
+        sliding = [known[t] for t in types]
+    return tuple(hf.integer("sliding_window") if s else None for s in sliding)

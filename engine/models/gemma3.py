@@ -1,0 +1,72 @@
+"""Gemma 3, the text model: five layers with a window, then one that sees all.
+
+Runs on: any (pure).
+"""
+
+from dataclasses import replace
+
+from ..api.errors import StartError
+from .config import Family, Fields, ModelConfig, rope, windows_by_layer
+
+
+def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
+    """Sandwich norms that multiply by 1 + weight, q and k norms, two rotary embeddings."""
+    if hf.get("use_bidirectional_attention"):
+        raise StartError("model config: use_bidirectional_attention is not supported")
+    pattern = hf.integer("sliding_window_pattern", 6)
+    sliding = [layer for layer in range(config.num_layers) if (layer + 1) % pattern]
+    softcap = hf.get("final_logit_softcapping")
+    bias = hf.flag("attention_bias")
+    # Layers with a window keep the short base frequency and are never scaled.
+    local = Fields(
+        {
+            "rope_parameters": {"sliding_attention": _local(hf)},
+            "max_position_embeddings": config.max_position_embeddings,
+        }
+    )
+    return replace(
+        config,
+        attention_scale=hf.number("query_pre_attn_scalar") ** -0.5,
+        rope=rope(hf, config.head_dim, "full_attention"),
+        local_rope=rope(local, config.head_dim, "sliding_attention"),
+        windows=windows_by_layer(hf, config.num_layers, sliding),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        norm_plus_one=True,
+        sandwich_norms=True,
+        embed_scale=config.hidden_size**0.5,
+        logit_softcap=None if softcap is None else hf.number("final_logit_softcapping"),
+    )
+
+
+def _local(hf: Fields) -> dict:
+    given = hf.table("rope_parameters").get("sliding_attention") or {}
+    return {"rope_theta": hf.number("rope_local_base_freq", 10_000.0), **given}
+
+
+FAMILY = Family(
+    "gemma3",
+    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    "gemma3",
+    refine,
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    ignored=("vision_tower.", "model.vision_tower.", "multi_modal_projector.",
+             "model.multi_modal_projector."),
+    renamed={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+             "model.language_model.": "model."},
+)  # fmt: skip

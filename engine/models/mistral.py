@@ -1,0 +1,27 @@
+"""Mistral: Llama with a sliding window over all layers; later releases switch it off.
+
+Runs on: any (pure).
+"""
+
+from dataclasses import replace
+
+from .config import Family, Fields, ModelConfig
+
+
+def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
+    """One window for all layers, none where sliding_window is null."""
+    window = None if hf.get("sliding_window") is None else hf.integer("sliding_window")
+    return replace(config, windows=(window,) * config.num_layers)
+
+
+FAMILY = Family(
+    "mistral",
+    ("MistralForCausalLM",),
+    None,  # llama.cpp calls it llama
+    refine,
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+)

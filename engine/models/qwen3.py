@@ -1,0 +1,24 @@
+"""Qwen 3, dense: RMS norms over each head of q and k, an explicit head_dim.
+
+Runs on: any (pure).
+"""
+
+from dataclasses import replace
+
+from .config import Family, Fields, ModelConfig
+from .qwen2 import DEFAULTS, upper_windows
+
+
+def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
+    """Norms on q and k in place of Qwen 2's biases."""
+    bias = hf.flag("attention_bias")
+    return replace(
+        config,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        windows=upper_windows(hf, config.num_layers),
+    )
+
+
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", refine, {"head_dim": 128, **DEFAULTS})

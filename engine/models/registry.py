@@ -1,0 +1,70 @@
+"""Architecture names to families, configs to models.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..api.errors import StartError
+from . import gemma3, llama, mistral, qwen2, qwen3
+from .blocks import Decoder
+from .config import Family, Fields, ModelConfig, common
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...backends.api import Ops
+
+FAMILIES = {
+    m.FAMILY.name: m.FAMILY for m in (llama, mistral, qwen2, qwen3, gemma3)
+}  # in the order that errors list them
+BY_ARCHITECTURE = {a: f for f in FAMILIES.values() for a in f.architectures}
+BY_GGUF = {f.gguf: f for f in FAMILIES.values() if f.gguf is not None}
+
+
+def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """A model's config from the fields of its config.json; `auto_map` and the like are ignored.
+
+    Raises:
+        StartError: the architecture is not supported, or a field makes no sense.
+    """
+    names = hf.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise StartError("config.json names no architecture, so this is no model that can be run")
+    architecture = str(names[0])
+    family = _lookup(BY_ARCHITECTURE, architecture)
+    fields = dict(hf)
+    if isinstance(hf.get("text_config"), Mapping):  # a vision-language model's language model
+        fields |= hf["text_config"]
+    given = Fields(fields, family.defaults)
+    return family.refine(common(family.name, architecture, given), given)
+
+
+def build(
+    config: ModelConfig,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+) -> Decoder:
+    """The model, still without weights (`Decoder.load`); arguments as in `Decoder`."""
+    return Decoder(config, ops, device, dtype, max_positions)
+
+
+def family_of_gguf(architecture: str) -> Family:
+    """The family of a `general.architecture`."""
+    return _lookup(BY_GGUF, architecture)
+
+
+def _lookup(families: Mapping[str, Family], name: str) -> Family:
+    if name in families:
+        return families[name]
+    nearest = difflib.get_close_matches(name, families, n=1, cutoff=0.0)[0]
+    raise StartError(
+        f"architecture {name!r:.80} is not supported (nearest: {nearest}); "
+        f"there are {', '.join(families)}"
+    )

@@ -1,0 +1,101 @@
+"""A minimal serving loop: steps over a paged cache, as the runner makes them, without a scheduler."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.backends.api import BatchMeta, LayerCache
+from stoker.backends.cpu.torch_ops import TorchOps
+from stoker.engine.models.blocks import Decoder
+from stoker.engine.models.registry import build
+
+
+class Loop:
+    """Runs a model on rows whose pages lie scattered over the pool."""
+
+    def __init__(self, model: Decoder, num_slots: int, max_len: int, page_size: int = 3):
+        dtype = torch.float32
+        self.model, self.page_size = model, page_size
+        max_pages = -(-max_len // page_size)
+        pages = list(range(num_slots * max_pages))
+        random.Random(0).shuffle(pages)
+        self.block_table = torch.tensor(pages, dtype=torch.int32).view(num_slots, max_pages)
+        self.caches = [
+            LayerCache(*(torch.zeros(len(pages), page_size, h, d, dtype=dtype) for _ in "kv"))
+            for h, d in model.kv_spec
+        ]
+        self.lens = [0] * num_slots
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """New tokens of some slots to their logits, [q_len, vocab] each."""
+        rows = sorted(rows, key=lambda row: len(row[1]) > 1)  # decode rows come first
+        q_lens = np.array([len(tokens) for _, tokens in rows], np.int32)
+        starts = [self.lens[slot] for slot, _ in rows]
+        positions = torch.cat(
+            [torch.arange(s, s + int(n)) for s, n in zip(starts, q_lens, strict=True)]
+        )
+        out_slots = []
+        for (slot, tokens), start in zip(rows, starts, strict=True):
+            for at in range(start, start + len(tokens)):
+                page = int(self.block_table[slot, at // self.page_size])
+                out_slots.append(page * self.page_size + at % self.page_size)
+            self.lens[slot] += len(tokens)
+        qo_indptr = np.concatenate(([0], q_lens.cumsum())).astype(np.int32)
+        kv_lens = np.array([self.lens[slot] for slot, _ in rows], np.int32)
+        meta = BatchMeta(
+            num_rows=len(rows),
+            num_tokens=int(q_lens.sum()),
+            num_decode_rows=int((q_lens == 1).sum()),
+            page_size=self.page_size,
+            qo_indptr=torch.from_numpy(qo_indptr),
+            kv_lens=torch.from_numpy(kv_lens),
+            slots=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
+            block_table=self.block_table,
+            positions=positions,
+            out_slots=torch.tensor(out_slots),
+            logit_tokens=torch.arange(int(q_lens.sum())),
+            qo_indptr_cpu=qo_indptr,
+            kv_lens_cpu=kv_lens,
+            max_q_len=int(q_lens.max()),
+            max_kv_len=int(kv_lens.max()),
+        )
+        tokens = torch.tensor([t for _, row in rows for t in row])
+        hidden = self.model.forward(tokens, meta, self.caches)
+        logits = self.model.logits(hidden).split([int(n) for n in q_lens])
+        by_slot = {slot: x for (slot, _), x in zip(rows, logits, strict=True)}
+        return [by_slot[slot] for slot in sorted(by_slot)]
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], num_new: Sequence[int], chunk: int = 1 << 30
+    ) -> list[list[int]]:
+        """Greedy tokens of all prompts in one changing batch, prompts in chunks."""
+        pending = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
+        outputs: list[list[int]] = [[] for _ in prompts]
+        while pending:
+            rows = [(slot, tokens[:chunk]) for slot, tokens in pending.items()]
+            logits = self.step(rows)
+            for (slot, tokens), row in zip(rows, logits, strict=True):
+                rest = pending[slot][len(tokens) :]
+                if not rest:
+                    rest = [int(row[-1].argmax())]
+                    outputs[slot].append(rest[0])
+                pending[slot] = rest
+                if len(outputs[slot]) == num_new[slot]:
+                    del pending[slot]
+        return outputs
+
+
+@pytest.fixture
+def loop():
+    """Makes a loop of a model: loop(model, num_slots, max_len, page_size)."""
+    return Loop
+
+
+@pytest.fixture(scope="session")
+def float32_model():
+    """Makes an empty float32 model on the CPU of a config."""
+    return lambda config: build(config, TorchOps(), torch.device("cpu"), torch.float32)
