@@ -1,0 +1,97 @@
+"""One choice of a request, as the scheduler sees it.
+
+A request has its tokens and how many of them are computed; it is in no phase. Counters that every
+step touches live in the scheduler's arrays, by slot; here is what outlives a slot.
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from ..api.messages import Add, FinishReason, TokenLogprob
+from .radix import Node
+
+MASK64 = 2**64 - 1
+
+
+class Request:
+    """A choice of an `Add`.
+
+    Attributes:
+        tokens: prompt and known output, array('i').
+        max_tokens: of the Add, clamped to what the context and the pool can hold.
+        seed: this choice's own, signed 64 bits.
+        slot: 1 to max_running while it runs, 0 while it waits.
+        node: the end of its prefix in the tree, locked while it runs.
+        num_shared: tokens at its beginning whose pages belong to the tree; it owns the rest.
+        num_cached: prompt tokens found in the cache at the first admission; -1 before it.
+        is_published: whether its prompt was put into the tree since its last admission.
+        wants_logprobs: whether its facts carry log-probabilities of any kind.
+        prompt_logprobs: by position, None where not known; None as a whole when not asked for or
+            already sent.
+        finish_reason: set once it has ended; "error" where a Refused ended it.
+    """
+
+    __slots__ = (
+        "add",
+        "choice",
+        "finish_reason",
+        "is_published",
+        "max_tokens",
+        "node",
+        "num_cached",
+        "num_shared",
+        "prompt_len",
+        "prompt_logprobs",
+        "seed",
+        "slot",
+        "stop_token_ids",
+        "tokens",
+        "wants_logprobs",
+    )
+
+    def __init__(self, add: Add, choice: int, max_tokens: int):
+        self.add = add
+        self.choice = choice
+        self.tokens: array = array("i", add.prompt)
+        self.prompt_len = len(add.prompt)
+        self.max_tokens = max_tokens
+        self.stop_token_ids = add.stop_token_ids
+        self.seed = derive_seed(add.seed, choice)
+        self.slot = 0
+        self.node: Node | None = None
+        self.num_shared = 0
+        self.num_cached = -1
+        self.is_published = False
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if add.params.prompt_logprobs is not None and choice == 0:
+            self.prompt_logprobs = [None] * self.prompt_len
+        self.wants_logprobs = add.params.logprobs is not None or self.prompt_logprobs is not None
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far, as far as they are known here."""
+        return len(self.tokens) - self.prompt_len
+
+    def known_tokens(self, start: int, end: int) -> np.ndarray:
+        """A copy of the tokens [start, end), int32."""
+        return np.array(self.tokens[start:end], np.int32)
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of a choice, signed 64 bits. Choice 0 keeps the seed.
+
+    The others take the choice-th output of SplitMix64 (Steele, Lea, Flood 2014) begun at `seed`.
+    """
+    if choice == 0:
+        return seed
+    z = (seed + choice * 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z

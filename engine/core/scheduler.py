@@ -1,0 +1,736 @@
+"""Which tokens are computed in which step, and who owns which KV page.
+
+    handle(message)   what the loop asks for
+    plan(now)         the next step's work, or None
+    commit(result)    account for a step that ended; gives what to tell the loop
+
+A request has its tokens and `num_computed`; each step computes some of the difference. There is no
+prefill phase and no decode phase: a row with one new token is called decode, a longer one a chunk.
+
+One step may be in flight while the next is planned. Then `computed` runs ahead of the results: a
+launched step is certain, only the values of its sampled tokens are not. Three numbers a request:
+
+    committed <= computed <= length = known tokens + pending (sampled on the device, value unknown)
+
+All device work is one stream in order. So pages may be released at once, even when a launched step
+still reads or writes them: their next owner's writes come later. The tree is stricter: only
+positions below `committed` are put into it, in whole pages, and an in-flight step writes at or
+above `committed`. So nobody writes to a page that the tree hands out, and what a failed step wrote
+is never cached.
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..api.errors import EngineError, RequestError, StokerError
+from ..api.messages import (
+    Abort,
+    Add,
+    Fact,
+    FinishReason,
+    Flush,
+    Flushed,
+    Message,
+    Refused,
+    Stats,
+    TokenLogprob,
+    Tokens,
+)
+from .pages import PagePool
+from .plan import FROM_DEVICE, Admission, Logprobs, StepPlan, StepResult
+from .policy import Policy, fcfs
+from .radix import RadixTree
+from .request import Request
+
+# Admission reserves (tokens still to generate, at most MAX_RESERVED) * ratio for each request. The
+# ratio falls while decoding goes well, since most requests stop early; constants as in SGLang.
+MAX_RESERVED = 4096
+START_RATIO = 0.7
+FLOOR_SHARE = 0.14
+DECAY_STEPS = 600
+STEPS_AFTER_RETRACTION = 20
+
+
+@dataclass(slots=True)
+class _Step:
+    """A launched step, as far as its commit needs it; arrays are [rows]."""
+
+    step: int
+    slots: np.ndarray
+    serials: np.ndarray
+    requests: list[Request]
+    kv_lens: np.ndarray
+    samples: np.ndarray
+    score_starts: dict[int, int]  # row to the position of its first new token
+
+
+class Scheduler:
+    """The state machine. Time is an argument; it has no thread, no clock and no device.
+
+    Args:
+        num_pages: pages of the KV pool, the reserved page 0 included.
+        page_size: tokens a page.
+        max_running: requests that are computed at once (slots 1 to max_running).
+        max_step_tokens: new tokens a step; running streams come first, chunks fill the rest.
+        max_model_len: longest prompt plus output, in tokens.
+        use_radix: whether prefixes are cached.
+        conservativeness: above 1 admits fewer requests, so that fewer are retracted.
+        policy: the order in which waiting requests are tried.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        use_radix: bool = True,
+        conservativeness: float = 1.0,
+        policy: Policy = fcfs,
+    ):
+        self.page_size = page_size
+        self.max_running = max_running
+        self.max_step_tokens = max_step_tokens
+        self.max_model_len = max_model_len
+        self.use_radix = use_radix
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree(page_size)
+        self._policy = policy
+        self._max_ratio = min(START_RATIO * conservativeness, 1.0)
+        self._min_ratio = self._max_ratio * FLOOR_SHARE
+        self._ratio = self._max_ratio
+        self._now = 0.0
+
+        self._requests: dict[int, list[Request]] = {}  # unfinished choices by request id
+        self._waiting: deque[Request] = deque()
+        self._siblings: dict[int, list[Request]] = {}  # choices that wait for choice 0's prompt
+        self._in_flight: deque[_Step] = deque()
+        self._facts: list[Fact] = []
+
+        # By slot. The block table is the host's mirror of the device's; `zeros` touches no memory
+        # before it is used.
+        n = max_running + 1
+        self._owners: list[Request | None] = [None] * n
+        self._free_slots = list(range(max_running, 0, -1))
+        self._order = np.empty(0, np.int32)  # running slots in order of admission
+        self._table = np.zeros((n, -(-max_model_len // page_size)), np.int32)
+        self._serial = np.zeros(n, np.int64)  # of the admission; 0 for nobody
+        self._committed = np.zeros(n, np.int32)
+        self._computed = np.zeros(n, np.int32)
+        self._length = np.zeros(n, np.int32)
+        self._pending = np.zeros(n, np.int32)
+        self._capacity = np.zeros(n, np.int32)  # tokens that its pages hold
+        self._last_token = np.zeros(n, np.int32)
+        self._limit = np.zeros(n, np.int32)  # length at which it ends
+        self._compute_limit = np.zeros(n, np.int32)  # the last token's KV is not needed
+        self._generates = np.zeros(n, np.bool_)  # False where only the prompt is computed
+        self._dirty: dict[int, int] = {}  # slot to the first table index the device must learn
+
+        self._num_admissions = 0
+        self._num_waiting_tokens = 0
+        self._num_steps = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._retractions = 0
+        self._batch_tokens = 0
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan, a commit or a drain of facts is due."""
+        return bool(len(self._order) or self._waiting or self._in_flight or self._facts)
+
+    def handle(self, message: Message) -> None:
+        """Take a message in. What it gives to tell comes with the next commit or drain_facts."""
+        match message:
+            case Add():
+                self._add(message)
+            case Abort(request_id, choice):
+                for request in list(self._requests.get(request_id, ())):
+                    if choice is None or request.choice == choice:
+                        self._end(request, "abort")
+            case Flush(reply_id):
+                self.pool.release(self.tree.flush())
+                num_kept = self.tree.num_protected * self.page_size
+                self._facts.append(Flushed(reply_id, num_kept))
+            case _:
+                raise TypeError(f"not for the scheduler: {message!r}")
+
+    def drain_facts(self) -> list[Fact]:
+        """What there is to tell now, without a step."""
+        facts, self._facts = self._facts, []
+        return facts
+
+    def _add(self, add: Add) -> None:
+        prompt_len = len(add.prompt)
+        pool_tokens = self.pool.capacity * self.page_size
+        # The last token needs no KV, so a full pool can still give one token.
+        room = min(self.max_model_len, pool_tokens + 1) - prompt_len
+        if prompt_len == 0 or prompt_len > pool_tokens or room < min(1, add.max_tokens):
+            limit = min(self.max_model_len, pool_tokens)
+            message = (
+                f"the prompt has {prompt_len} tokens; 1 to {limit} fit "
+                f"(context of {self.max_model_len}, KV pool of {pool_tokens} tokens)"
+            )
+            error = RequestError(message, param="prompt", code="context_length_exceeded")
+            self._facts.append(Refused(add.request_id, error))
+            return
+        max_tokens = min(add.max_tokens, room)
+        first, *rest = (Request(add, choice, max_tokens) for choice in range(add.params.n))
+        self._requests[add.request_id] = [first, *rest]
+        self._enqueue([first])
+        if rest and self.use_radix:
+            self._siblings[add.request_id] = rest
+        else:
+            self._enqueue(rest)
+
+    def _enqueue(self, requests: list[Request], *, front: bool = False) -> None:
+        if front:
+            self._waiting.extendleft(reversed(requests))
+        else:
+            self._waiting.extend(requests)
+        self._num_waiting_tokens += sum(len(request.tokens) for request in requests)
+
+    def _dequeue(self, request: Request) -> None:
+        self._waiting.remove(request)
+        self._num_waiting_tokens -= len(request.tokens)
+
+    # ---- plan --------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, to be launched at once; None when nothing can be computed.
+
+        None with no step in flight means that nothing is left to do. At most one step may be in
+        flight: RuntimeError otherwise. The returned plan counts as launched.
+        """
+        if len(self._in_flight) > 1:
+            raise RuntimeError("two steps are in flight: commit the older one first")
+        self._now = now
+        if not len(self._order) and not self._waiting:
+            self._ratio = self._max_ratio
+            return None
+        retractions = self._retractions
+        while True:
+            decode, new_pages = self._plan_decode()
+            budget = self.max_step_tokens - len(decode)
+            chunks = self._plan_chunks(budget)
+            if len(decode) or chunks or self._in_flight or not len(self._order):
+                break
+            self._make_way()
+        admitted: list[Admission] = []
+        if self._retractions == retractions:
+            admitted = self._admit(budget - sum(q_len for _, q_len in chunks), chunks)
+            if len(decode):
+                decay = (self._max_ratio - self._min_ratio) / DECAY_STEPS
+                self._ratio = max(self._min_ratio, self._ratio - decay)
+        if not len(decode) and not chunks:
+            return None
+        return self._launch(decode, chunks, admitted, new_pages)
+
+    def _plan_decode(self) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Slots with one token to compute, and the block-table entries they need for it."""
+        while True:
+            order = self._order
+            decode = order[self._num_missing(order) == 1][: self.max_step_tokens]
+            short = decode[self._computed[decode] >= self._capacity[decode]]
+            if len(short) <= self._num_available:
+                break
+            self._make_way()
+        indices = self._capacity[short] // self.page_size
+        pages = self._take(len(short))
+        self._table[short, indices] = pages
+        self._capacity[short] += self.page_size
+        return decode, (short, indices, pages)
+
+    def _plan_chunks(self, budget: int) -> list[tuple[int, int]]:
+        """(slot, q_len) of running requests with more than a token to compute, oldest first."""
+        chunks: list[tuple[int, int]] = []
+        order = self._order
+        missing = self._num_missing(order)
+        behind = missing > 1
+        for slot, num_missing in zip(order[behind].tolist(), missing[behind].tolist(), strict=True):
+            q_len = self._grow(slot, min(num_missing, budget))
+            if q_len == 0:
+                break
+            budget -= q_len
+            chunks.append((slot, q_len))
+        return chunks
+
+    def _num_missing(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens to compute, the pending one included."""
+        target = np.minimum(self._length[slots], self._compute_limit[slots])
+        return target - self._computed[slots]
+
+    @property
+    def _num_available(self) -> int:
+        return self.pool.num_free + self.tree.num_evictable
+
+    def _take(self, n: int) -> np.ndarray:
+        if n > self.pool.num_free:
+            self.pool.release(self.tree.evict(n - self.pool.num_free))
+        return self.pool.take(n)
+
+    def _grow(self, slot: int, q_len: int) -> int:
+        """Find pages for the next q_len tokens; returns how many of them have room."""
+        computed = int(self._computed[slot])
+        first = int(self._capacity[slot]) // self.page_size
+        n = min(-(-(computed + q_len) // self.page_size) - first, self._num_available)
+        if n > 0:
+            self._table[slot, first : first + n] = self._take(n)
+            self._capacity[slot] += n * self.page_size
+            self._touch_table(slot, first)
+        return min(q_len, int(self._capacity[slot]) - computed)
+
+    def _touch_table(self, slot: int, index: int) -> None:
+        self._dirty[slot] = min(index, self._dirty.get(slot, index))
+
+    def _make_way(self) -> None:
+        """Retract the running request that loses least; one that is alone fails."""
+        running = [self._owner(slot) for slot in self._order.tolist()]
+        if len(running) == 1:
+            (request,) = running
+            self._refuse(
+                request,
+                f"the KV pool of {self.pool.capacity * self.page_size} tokens is full: "
+                f"{len(request.tokens)} tokens of this request leave no room for the next",
+            )
+            return
+        victim = min(
+            running,
+            key=lambda r: (
+                int(self._length[r.slot]) - r.prompt_len,
+                -r.prompt_len,
+                -int(self._serial[r.slot]),
+            ),
+        )
+        self._release(victim, keep_prefix=True)
+        # A token of it that is still in flight is appended at commit, in the queue.
+        self._enqueue([victim], front=True)
+        self._retractions += 1
+        survivors = [request for request in running if request is not victim]
+        num_output = sum(int(self._length[r.slot]) - r.prompt_len for r in survivors)
+        num_wanted = sum(request.max_tokens for request in survivors)
+        expected = num_output + STEPS_AFTER_RETRACTION * len(survivors)
+        self._ratio = min(1.0, expected / (num_wanted + 1))
+
+    def _admit(self, budget: int, chunks: list[tuple[int, int]]) -> list[Admission]:
+        """Admit waiting requests up to the first that does not fit; appends their chunks."""
+        admitted: list[Request] = []
+        for request in self._policy(self._waiting):
+            if budget == 0 or not self._free_slots or not self._try_admit(request):
+                break
+            q_len = self._grow(request.slot, min(int(self._num_missing(request.slot)), budget))
+            budget -= q_len
+            chunks.append((request.slot, q_len))
+            admitted.append(request)
+        for request in admitted:
+            self._dequeue(request)
+        return [
+            Admission(
+                slot=request.slot,
+                params=request.add.params,
+                tokens=request.known_tokens(0, len(request.tokens)),
+                prompt_len=request.prompt_len,
+                stop_token_ids=tuple(sorted(request.stop_token_ids)),
+                seed=request.seed,
+            )
+            for request in admitted
+        ]
+
+    def _try_admit(self, request: Request) -> bool:
+        """Give a slot to a request if the pool can bear it."""
+        length = len(request.tokens)
+        limit = request.prompt_len + request.max_tokens
+        # One token must be left to compute, for its logits; prompt logprobs need all of them.
+        is_matchable = self.use_radix and request.prompt_logprobs is None
+        tokens = request.known_tokens(0, length - 1 if is_matchable else 0)
+        node, pages, num_matched = self.tree.match(tokens, request.add.namespace, self._now)
+        self.tree.lock(node)  # first, for the match itself shrinks what can be evicted
+        if len(self._order):  # a request alone fits: _add saw to it
+            order = self._order
+            future = np.minimum(self._limit[order] - self._length[order], MAX_RESERVED).sum()
+            owed = np.maximum(self._length[order] - self._capacity[order], 0).sum()
+            free = self._num_available * self.page_size - owed - future * self._ratio
+            wanted = length - num_matched + min(limit - length, MAX_RESERVED) * self._ratio
+            if wanted + self.page_size > free:
+                self.tree.unlock(node)
+                return False
+        slot = self._free_slots.pop()
+        self._owners[slot] = request
+        self._order = np.append(self._order, np.int32(slot))
+        self._num_admissions += 1
+        self._serial[slot] = self._num_admissions
+        self._table[slot, : len(pages)] = pages
+        self._touch_table(slot, 0)
+        self._committed[slot] = self._computed[slot] = self._capacity[slot] = num_matched
+        self._length[slot] = length
+        self._pending[slot] = 0
+        self._last_token[slot] = request.tokens[-1]
+        self._limit[slot] = limit
+        self._compute_limit[slot] = max(request.prompt_len, limit - 1)
+        self._generates[slot] = request.max_tokens > 0
+        request.slot = slot
+        request.node = node
+        request.num_shared = num_matched
+        request.is_published = False
+        if request.num_cached < 0:
+            request.num_cached = num_matched
+            self._prompt_tokens += request.prompt_len
+            self._cached_tokens += num_matched
+        return True
+
+    def _launch(
+        self,
+        decode: np.ndarray,
+        chunks: list[tuple[int, int]],
+        admitted: list[Admission],
+        new_pages: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ) -> StepPlan:
+        """Write the plan down and count it as computed."""
+        chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: those of one token join the decodes
+        slots = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.int32)])
+        q_lens = np.ones(len(slots), np.int32)
+        prompt_logprobs = np.full(len(slots), -1, np.int32)
+        tokens = [np.where(self._pending[decode] > 0, FROM_DEVICE, self._last_token[decode])]
+        score_tokens: dict[int, np.ndarray] = {}
+        score_starts: dict[int, int] = {}
+        for row, (slot, q_len) in enumerate(chunks, len(decode)):
+            request = self._owner(slot)
+            start = int(self._computed[slot])
+            q_lens[row] = q_len
+            tokens.append(request.known_tokens(start, start + q_len))
+            if request.prompt_logprobs is not None and start < request.prompt_len - 1:
+                following = request.known_tokens(
+                    start + 1, min(start + 1 + q_len, request.prompt_len)
+                )
+                score_tokens[row] = np.full(q_len, -1, np.int32)
+                score_tokens[row][: len(following)] = following
+                score_starts[row] = start
+                prompt_logprobs[row] = request.add.params.prompt_logprobs
+
+        kv_lens = self._computed[slots] + q_lens
+        samples = (kv_lens == self._length[slots]) & self._generates[slots]
+        self._computed[slots] = kv_lens
+        self._length[slots] += samples
+        self._pending[slots] += samples
+
+        entries = [new_pages]
+        for slot, first in self._dirty.items():
+            indices = np.arange(first, self._capacity[slot] // self.page_size, dtype=np.int32)
+            entries.append((np.full_like(indices, slot), indices, self._table[slot, indices]))
+        self._dirty.clear()
+        page_slots, page_indices, page_ids = (
+            np.concatenate(part) for part in zip(*entries, strict=True)
+        )
+
+        self._num_steps += 1
+        plan = StepPlan(
+            step=self._num_steps,
+            slots=slots,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            num_decode_rows=len(decode) + sum(q_len == 1 for _, q_len in chunks),
+            tokens=np.concatenate(tokens, dtype=np.int32),
+            samples=samples,
+            prompt_logprobs=prompt_logprobs,
+            page_slots=page_slots,
+            page_indices=page_indices,
+            page_ids=page_ids,
+            score_tokens=score_tokens,
+            admitted=admitted,
+        )
+        self._batch_tokens = plan.num_tokens
+        requests = [self._owner(slot) for slot in slots.tolist()]
+        self._in_flight.append(
+            _Step(plan.step, slots, self._serial[slots], requests, kv_lens, samples, score_starts)
+        )
+        return plan
+
+    # ---- commit ------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now: float) -> list[Fact]:
+        """Account for the oldest step in flight; returns what to tell, in order."""
+        step = self._in_flight.popleft()
+        if result.step != step.step:
+            raise RuntimeError(f"the result of step {result.step} came for step {step.step}")
+        self._now = now
+        # Slots that still belong to whom they belonged at launch. The others' requests have ended,
+        # or were retracted and wait: those still get their token.
+        is_live = self._serial[step.slots] == step.serials
+        self._committed[step.slots[is_live]] = step.kv_lens[is_live]
+        is_sampled = is_live & step.samples
+        slots = step.slots[is_sampled]
+        self._pending[slots] -= 1
+        self._last_token[slots] = result.tokens[is_sampled]
+
+        facts = self._facts
+        num_generated = 0
+        finite = result.is_finite.tolist()
+        sampled = result.tokens.tolist()
+        samples = step.samples.tolist()
+        for row, request in enumerate(step.requests):
+            if request.finish_reason is not None:
+                continue
+            if not finite[row]:
+                self._refuse(request, "the model gave no finite value for this request")
+                continue
+            if not request.is_published:
+                self._commit_prompt(request, step, row, result)
+            if not samples[row]:
+                continue
+            token = sampled[row]
+            request.tokens.append(token)
+            num_generated += 1
+            num_output = request.num_output
+            reason: FinishReason | None = None
+            stop_token_id = None
+            if token in request.stop_token_ids and num_output >= request.add.params.min_tokens:
+                reason, stop_token_id = "stop", token
+            elif num_output >= request.max_tokens:
+                reason = "length"
+            logprobs = prompt_logprobs = None
+            if request.wants_logprobs:
+                logprobs, prompt_logprobs = _logprobs_of(request, result, row)
+            facts.append(
+                Tokens(
+                    request.add.request_id,
+                    request.choice,
+                    (token,),
+                    logprobs,
+                    reason,
+                    stop_token_id,
+                    request.num_cached,
+                    prompt_logprobs,
+                )
+            )
+            if not request.slot:
+                self._num_waiting_tokens += 1
+            if reason is not None:
+                self._end(request, reason)
+        self._generated_tokens += num_generated
+        return self.drain_facts()
+
+    def _commit_prompt(self, request: Request, step: _Step, row: int, result: StepResult) -> None:
+        """What a row gives besides a token while its request's prompt is not published."""
+        start = step.score_starts.get(row)
+        if start is not None and request.prompt_logprobs is not None:
+            k = request.add.params.prompt_logprobs or 0
+            scores = result.prompt_logprobs[row]
+            end = min(int(step.kv_lens[row]), request.prompt_len - 1)
+            request.prompt_logprobs[start + 1 : end + 1] = [
+                _token_logprob(scores, i, k) for i in range(end - start)
+            ]
+        if step.kv_lens[row] < request.prompt_len:
+            return
+        if request.slot:
+            self._publish(request)
+        if not request.max_tokens:
+            prompt_logprobs = _take_prompt_logprobs(request)
+            self._facts.append(
+                Tokens(
+                    request.add.request_id,
+                    request.choice,
+                    (),
+                    finish_reason="length",
+                    num_cached=request.num_cached,
+                    prompt_logprobs=prompt_logprobs,
+                )
+            )
+            self._end(request, "length")
+
+    def _publish(self, request: Request) -> None:
+        """Put a computed prompt into the tree, go over to the tree's pages, let siblings in."""
+        request.is_published = True
+        end = request.prompt_len // self.page_size * self.page_size
+        if self.use_radix and end > request.num_shared:
+            slot = request.slot
+            node, canonical, num_present = self.tree.insert(
+                request.known_tokens(0, end), self._table[slot], request.add.namespace, self._now
+            )
+            first, last = request.num_shared // self.page_size, num_present // self.page_size
+            if last > first:
+                self.pool.release(self._table[slot, first:last])
+                self._table[slot, first:last] = canonical[first:last]
+                self._touch_table(slot, first)
+            self.tree.lock(node)
+            self._unlock(request)
+            request.node = node
+            request.num_shared = end
+        self._enqueue(self._siblings.pop(request.add.request_id, []), front=True)
+
+    # ---- ends --------------------------------------------------------------------------------
+
+    def _refuse(self, request: Request, message: str) -> None:
+        """End one choice with an error of ours. Nothing of it since its last publish is cached."""
+        error: StokerError = EngineError(message)
+        self._facts.append(Refused(request.add.request_id, error, request.choice))
+        self._end(request, "error", keep_prefix=False)
+
+    def _end(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
+        """End a request in whatever state it is."""
+        request.finish_reason = reason
+        request_id = request.add.request_id
+        choices = self._requests[request_id]
+        choices.remove(request)
+        if not choices:
+            del self._requests[request_id]
+        siblings = self._siblings.get(request_id, [])
+        if request in siblings:
+            siblings.remove(request)
+        else:
+            if request.slot:
+                self._release(request, keep_prefix=keep_prefix)
+            else:
+                self._dequeue(request)
+            if siblings:  # it was to compute the prompt: the next one does
+                self._enqueue([siblings.pop(0)], front=True)
+        if not siblings:
+            self._siblings.pop(request_id, None)
+
+    def _release(self, request: Request, *, keep_prefix: bool) -> None:
+        """Take slot and pages from a running request; its committed prefix stays cached."""
+        slot = request.slot
+        size = self.page_size
+        shared = request.num_shared
+        pages = self._table[slot, : self._capacity[slot] // size]
+        end = int(self._committed[slot]) // size * size
+        if keep_prefix and self.use_radix and end > shared:
+            _, _, num_present = self.tree.insert(
+                request.known_tokens(0, end), pages, request.add.namespace, self._now
+            )
+            self.pool.release(pages[shared // size : num_present // size])
+            self.pool.release(pages[end // size :])
+        else:
+            self.pool.release(pages[shared // size :])
+        self._unlock(request)
+        request.node = None
+        request.num_shared = 0
+        request.is_published = False
+        request.slot = 0
+        self._owners[slot] = None
+        self._serial[slot] = 0
+        self._dirty.pop(slot, None)
+        self._order = self._order[self._order != slot]
+        self._free_slots.append(slot)
+
+    def _unlock(self, request: Request) -> None:
+        assert request.node is not None
+        self.tree.unlock(request.node)
+
+    def _owner(self, slot: int) -> Request:
+        request = self._owners[slot]
+        assert request is not None
+        return request
+
+    # ---- figures and checks ------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Figures of now, and counters since the start."""
+        return Stats(
+            num_running=len(self._order),
+            num_waiting=len(self._waiting) + sum(map(len, self._siblings.values())),
+            num_waiting_tokens=self._num_waiting_tokens,
+            num_pages=self.pool.capacity,
+            num_free_pages=self.pool.num_free,
+            num_cached_pages=self.tree.num_evictable + self.tree.num_protected,
+            steps=self._num_steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            retractions=self._retractions,
+            evicted_pages=self.tree.num_evicted,
+            batch_tokens=self._batch_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError when pages, locks, slots or counts do not agree."""
+        size = self.page_size
+        self.tree.check()
+        where: dict[int, list[str]] = {page: [] for page in range(1, self.pool.num_pages)}
+
+        def place(pages: np.ndarray, owner: str) -> None:
+            for page in pages.tolist():
+                assert page in where, f"{owner} has page {page}, which is not in the pool"
+                where[page].append(owner)
+
+        place(self.pool.free_pages(), "free")
+        for node in self.tree.nodes():
+            place(node.pages, f"tree at {node.tokens[:4].tolist()}")
+        num_locks: dict[int, int] = {}
+        for slot in self._order.tolist():
+            request = self._owner(slot)
+            name = f"request {request.add.request_id}.{request.choice}"
+            assert request.slot == slot, f"{name}: in slot {slot}, thinks {request.slot}"
+            shared = request.num_shared // size
+            pages = self._table[slot, : self._capacity[slot] // size]
+            place(pages[shared:], name)
+            path: list[np.ndarray] = []
+            walk = request.node
+            while walk is not None:
+                path.append(walk.pages)
+                num_locks[id(walk)] = num_locks.get(id(walk), 0) + 1
+                walk = walk.parent
+            assert np.array_equal(pages[:shared], np.concatenate(path[::-1])), (
+                f"{name}: its first {shared} pages are not the tree's"
+            )
+            counts = [int(a[slot]) for a in (self._committed, self._computed, self._length)]
+            assert counts == sorted(counts), f"{name}: committed, computed, length are {counts}"
+            assert self._computed[slot] <= self._capacity[slot], f"{name}: no pages for its tokens"
+            assert self._length[slot] - self._pending[slot] == len(request.tokens), (
+                f"{name}: {len(request.tokens)} tokens, counted {self._length[slot]} with "
+                f"{self._pending[slot]} pending"
+            )
+        for node in self.tree.nodes():
+            held = num_locks.get(id(node), 0)
+            assert node.lock_count == held, (
+                f"node {node.tokens[:4].tolist()}: {node.lock_count} locks, requests hold {held}"
+            )
+        wrong = {page: owners for page, owners in where.items() if len(owners) != 1}
+        assert not wrong, f"pages that are not in exactly one place: {wrong}"
+        slots = sorted(self._free_slots + self._order.tolist())
+        assert slots == list(range(1, self.max_running + 1)), f"slots are {slots}"
+        assert all(request.slot == 0 for request in self._waiting), "a waiting request has a slot"
+        waiting = sum(len(request.tokens) for request in self._waiting)
+        assert waiting == self._num_waiting_tokens, (
+            f"{waiting} tokens wait, counted {self._num_waiting_tokens}"
+        )
+        siblings = sum(map(len, self._siblings.values()))
+        alive = sum(map(len, self._requests.values()))
+        assert alive == len(self._order) + len(self._waiting) + siblings, (
+            f"{alive} requests, of which {len(self._order)} run, {len(self._waiting)} wait and "
+            f"{siblings} are siblings"
+        )
+
+
+def _token_logprob(logprobs: Logprobs, i: int, k: int) -> TokenLogprob:
+    return TokenLogprob(
+        float(logprobs.chosen[i]),
+        tuple(logprobs.top_ids[i, :k].tolist()),
+        tuple(logprobs.top_values[i, :k].tolist()),
+    )
+
+
+def _logprobs_of(
+    request: Request, result: StepResult, row: int
+) -> tuple[tuple[TokenLogprob, ...] | None, tuple[TokenLogprob | None, ...] | None]:
+    """The new token's log-probabilities, and the prompt's where they were not sent yet."""
+    k = request.add.params.logprobs
+    if k is None:
+        return None, _take_prompt_logprobs(request)
+    assert result.logprobs is not None
+    return (_token_logprob(result.logprobs, row, k),), _take_prompt_logprobs(request)
+
+
+def _take_prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...] | None:
+    logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    return None if logprobs is None else tuple(logprobs)

@@ -1,0 +1,244 @@
+"""A deterministic device for the scheduler's tests, and a loop that drives both."""
+
+from array import array
+from collections import deque
+
+import numpy as np
+import pytest
+
+from stoker.engine.api.messages import Add, Refused, Tokens
+from stoker.engine.api.sampling_params import SamplingParams
+from stoker.engine.core.plan import FROM_DEVICE, Logprobs, StepResult
+from stoker.engine.core.request import derive_seed
+from stoker.engine.core.scheduler import Scheduler
+
+VOCAB = 50
+MASK = 2**64 - 1
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers."""
+    h = 0x243F6A8885A308D3
+    for value in values:
+        h = ((h ^ (value & MASK)) * 0x9E3779B97F4A7C15) & MASK
+        h ^= h >> 29
+    return h
+
+
+def sample(prefix_sum: int, seed: int, position: int) -> int:
+    return mix(prefix_sum, seed, position) % VOCAB
+
+
+def kv_of(tokens, namespace: int = 0) -> list[int]:
+    """The KV of each position: a hash of namespace and all tokens up to it."""
+    out, h = [], namespace
+    for token in tokens:
+        h = mix(h, token)
+        out.append(h)
+    return out
+
+
+def expected_output(add: Add, choice: int, max_tokens: int | None = None) -> tuple[list[int], str]:
+    """What a choice gives when it is alone in the world: tokens and finish reason."""
+    tokens, output = list(add.prompt), []
+    seed = derive_seed(add.seed, choice)
+    kv = kv_of(tokens, add.params.top_k)
+    total, h = sum(kv) & MASK, kv[-1]
+    limit = add.max_tokens if max_tokens is None else max_tokens
+    while len(output) < limit:
+        token = sample(total, seed, len(tokens))
+        tokens.append(token)
+        output.append(token)
+        h = mix(h, token)
+        total = (total + h) & MASK
+        if token in add.stop_token_ids and len(output) >= add.params.min_tokens:
+            return output, "stop"
+    return output, "length"
+
+
+class Device:
+    """Runs plans at launch, in order, as one stream would; results are handed out later.
+
+    A KV slot holds the hash of the tokens up to its position. A row reads the KV of its whole
+    context through the device's block table, so a wrong page, a stale table or a page that was
+    given away too early changes the sampled token.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, max_running: int, max_model_len: int):
+        self.page_size = page_size
+        self.kv = np.zeros((num_pages, page_size), np.uint64)
+        self.table = np.zeros((max_running + 1, -(-max_model_len // page_size)), np.int32)
+        self.last_token = np.full(max_running + 1, -7, np.int64)
+        self.admissions = {}
+        self.nan_seeds = set()  # requests whose logits are not finite
+        self.computed = {}  # seed to the number of tokens computed for it
+
+    def launch(self, plan) -> StepResult:
+        rows = plan.num_rows
+        assert rows and len(set(plan.slots.tolist())) == rows and 0 not in plan.slots
+        assert (plan.q_lens[: plan.num_decode_rows] == 1).all()
+        assert (plan.q_lens[plan.num_decode_rows :] > 1).all()
+        assert plan.q_lens.sum() == plan.num_tokens
+        for a in (plan.slots, plan.q_lens, plan.kv_lens, plan.tokens, plan.prompt_logprobs):
+            assert a.dtype == np.int32
+        assert plan.samples.dtype == np.bool_
+        for admission in plan.admitted:
+            self.admissions[admission.slot] = admission
+            self.table[admission.slot] = 0
+        assert (plan.page_ids > 0).all()
+        self.table[plan.page_slots, plan.page_indices] = plan.page_ids
+        tokens = np.full(rows, -1, np.int32)
+        finite = np.ones(rows, np.bool_)
+        scores = {}
+        start = 0
+        for row, slot in enumerate(plan.slots.tolist()):
+            q_len, kv_len = int(plan.q_lens[row]), int(plan.kv_lens[row])
+            new = plan.tokens[start : start + q_len].tolist()
+            start += q_len
+            admission = self.admissions[slot]
+            self.computed[admission.seed] = self.computed.get(admission.seed, 0) + q_len
+            first = kv_len - q_len
+            h = int(self._kv(slot, first)[-1]) if first else admission.params.top_k
+            for position, token in enumerate(new, first):
+                if token == FROM_DEVICE:
+                    token = int(self.last_token[slot])
+                elif position < len(admission.tokens):
+                    assert token == admission.tokens[position]
+                h = mix(h, token)
+                page = self.table[slot, position // self.page_size]
+                assert page > 0, "writes to the reserved page"
+                self.kv[page, position % self.page_size] = h
+            if plan.samples[row]:
+                total = int(self._kv(slot, kv_len).sum(dtype=np.uint64))
+                tokens[row] = self.last_token[slot] = sample(total, admission.seed, kv_len)
+            if admission.seed in self.nan_seeds:
+                finite[row] = False
+            if plan.prompt_logprobs[row] >= 0:
+                scores[row] = logprobs_of(plan.score_tokens[row], int(plan.prompt_logprobs[row]))
+        logprobs = logprobs_of(tokens, 5)
+        return StepResult(plan.step, tokens, finite, logprobs, scores)
+
+    def _kv(self, slot: int, n: int) -> np.ndarray:
+        pages = self.table[slot, : -(-n // self.page_size)]
+        return self.kv[pages].reshape(-1)[:n]
+
+
+def logprobs_of(tokens: np.ndarray, k: int) -> Logprobs:
+    """Made-up log-probabilities that tell which token they belong to."""
+    tops = np.stack([tokens + i for i in range(k)], 1) if k else np.zeros((len(tokens), 0), int)
+    return Logprobs(-tokens.astype(np.float32), tops, -tops.astype(np.float32))
+
+
+class Engine:
+    """Scheduler and device in one loop, with or without a step in flight."""
+
+    def __init__(
+        self, *, overlap: bool, num_pages=64, page_size=1, max_running=8, check=True, **kw
+    ):
+        kw = {"max_step_tokens": 32, "max_model_len": 128} | kw
+        self.scheduler = Scheduler(
+            num_pages=num_pages, page_size=page_size, max_running=max_running, **kw
+        )
+        self.device = Device(num_pages, page_size, max_running, kw["max_model_len"])
+        self.max_step_tokens = kw["max_step_tokens"]
+        self.overlap = overlap
+        self.check = check
+        self.results = deque()
+        self.adds = {}
+        self.facts = []
+        self.outputs = {}  # (request_id, choice) to its tokens
+        self.reasons = {}
+        self.plans = []
+        self.now = 0.0
+
+    def add(self, prompt, *, max_tokens=8, request_id=None, stop=(), seed=None, n=1, **kw) -> Add:
+        namespace = kw.pop("namespace", 0)
+        request_id = len(self.adds) + 1 if request_id is None else request_id
+        add = Add(
+            request_id=request_id,
+            prompt=array("i", prompt),
+            # The device knows a namespace as top_k, as an adapter would be known by its index.
+            params=SamplingParams(n=n, top_k=namespace, **kw),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(stop),
+            seed=1000 + request_id if seed is None else seed,
+            arrival_s=self.now,
+            namespace=(f"ns{namespace}",),
+        )
+        self.adds[request_id] = add
+        self.scheduler.handle(add)
+        return add
+
+    def step(self) -> None:
+        """One turn of the GPU thread's loop."""
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            assert plan.num_tokens <= self.max_step_tokens
+            self.plans.append(plan)
+            self.results.append(self.device.launch(plan))
+        else:
+            waits = len(self.scheduler._order) or self.scheduler._waiting
+            assert self.results or not waits, "nothing planned, nothing in flight, work left"
+        self._check()
+        if self.results and (plan is None or not self.overlap or len(self.results) > 1):
+            self.take(self.scheduler.commit(self.results.popleft(), self.now))
+            self._check()
+        self.take(self.scheduler.drain_facts())
+
+    def _check(self) -> None:
+        if self.check:
+            self.scheduler.check()
+
+    def take(self, facts) -> None:
+        for fact in facts:
+            self.facts.append(fact)
+            if isinstance(fact, Tokens):
+                key = fact.request_id, fact.choice
+                assert key not in self.reasons, "a fact after the last"
+                self.outputs.setdefault(key, []).extend(fact.token_ids)
+                if fact.finish_reason is not None:
+                    self.reasons[key] = fact.finish_reason
+            elif isinstance(fact, Refused):
+                self.reasons[fact.request_id, fact.choice] = fact.error
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
+
+    def assert_outputs(self) -> None:
+        """Each choice gave what it gives alone (aborted and refused ones apart)."""
+        for request_id, add in self.adds.items():
+            for choice in range(add.params.n):
+                key = request_id, choice
+                reason = self.reasons.get(key)
+                if isinstance(reason, str):
+                    tokens, expected_reason = expected_output(add, choice)
+                    assert self.outputs.get(key, []) == tokens, key
+                    assert reason == expected_reason, key
+
+    def assert_drained(self) -> None:
+        """No page leaked: all are free or cached and unlocked."""
+        scheduler = self.scheduler
+        scheduler.check()
+        assert scheduler.tree.num_protected == 0
+        assert scheduler.pool.num_free + scheduler.tree.num_evictable == scheduler.pool.capacity
+        assert not scheduler._requests and not scheduler._siblings and not scheduler._dirty
+
+
+@pytest.fixture
+def make_engine():
+    """Makes engines; after the test each is checked once more."""
+    engines = []
+
+    def make(**kw) -> Engine:
+        engines.append(Engine(**kw))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.scheduler.check()
