@@ -1,0 +1,286 @@
+"""The `stoker` command: serve, chat, generate, bench, backends, version.
+
+Nothing heavy is imported before a command needs it. Errors are one line on stderr, exit code 2.
+
+Runs on: loop.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..engine.api.config import EngineConfig
+from ..engine.api.errors import StokerError
+from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
+
+if TYPE_CHECKING:
+    from ..engine import AsyncEngine
+
+log = logging.getLogger("stoker")
+
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except StokerError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("stoker", description="An LLM inference engine.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(
+        name: str, run: Callable[..., int | None], text: str, parent: Any = commands
+    ) -> Any:
+        sub = parent.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    def settings(sub: Any, config: type[EngineConfig] = EngineConfig) -> None:
+        sub.usage = f"{sub.prog} [options] [MODEL]"
+        add_flags(sub, config)
+
+    settings(command("serve", _serve, "Serve a model over HTTP."), ServerConfig)
+
+    chat = command("chat", _chat, "Chat in the terminal, with a server or in process.")
+    _add_client_flags(chat)
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--max-tokens", type=int, help="longest answer")
+    chat.add_argument("--temperature", type=float)
+    settings(chat)
+
+    generate = command("generate", _generate, "Continue a prompt in process.")
+    generate.add_argument("--prompt", help="text to continue; read from stdin if absent")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    settings(generate)
+
+    bench = commands.add_parser("bench", help="Measure speed.", description="Measure speed.")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+    from .bench import add_offline_flags, add_serve_flags
+
+    add_serve_flags(command("serve", _bench_serve, "Load a running server.", benches))
+    offline = command("offline", _bench_offline, "Throughput in process, without HTTP.", benches)
+    add_offline_flags(offline)
+    settings(offline)
+
+    command("backends", _backends, "What each backend would use on this machine, and why not.")
+    command("version", _version, "Print the version.")
+    return parser
+
+
+def _add_client_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="base URL of a running server, as http://127.0.0.1:8000")
+    parser.add_argument("--key", help="API key for --url")
+
+
+# --- commands ---
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    from .app import listen, serve
+
+    sock = listen(config)  # before the model loads: a used port is known at once
+
+    async def run() -> int:
+        engine = await start_engine(config)
+        host, port = sock.getsockname()[:2]
+        return await serve(engine, config, sock, lambda: _announce(engine, config, host, port))
+
+    return _run(run())
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from . import chat
+
+    options = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+    options = {name: value for name, value in options.items() if value is not None}
+
+    async def run() -> None:
+        if arguments.url:
+            async with chat.RemoteModel(arguments.url, arguments.key, options) as model:
+                await chat.converse(model, arguments.system)
+            return
+        engine = await start_engine(_config(arguments, log_level="warning"))
+        try:
+            await chat.converse(chat.LocalModel(engine, options), arguments.system)
+        finally:
+            await engine.close()
+
+    _run(run())
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+
+    async def run() -> None:
+        from ..engine import SamplingParams
+
+        params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
+        engine = await start_engine(_config(arguments, log_level="warning"))
+        try:
+            async for output in engine.submit(await engine.encode(prompt), params):
+                print(output.text, end="", flush=True)
+            print()
+        finally:
+            await engine.close()
+
+    _run(run())
+
+
+def _bench_serve(arguments: argparse.Namespace) -> int:
+    from .bench import bench_serve
+
+    return _run(bench_serve(arguments))
+
+
+def _bench_offline(arguments: argparse.Namespace) -> int:
+    from .bench import bench_offline
+
+    async def run() -> int:
+        engine = await start_engine(_config(arguments, log_level="warning"))
+        try:
+            return await bench_offline(engine, arguments)
+        finally:
+            await engine.close()
+
+    return _run(run())
+
+
+def _backends(_: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..backends.registry import describe
+
+    table = Table("backend", "device", "op", "provider", "state")
+    for row in describe():
+        table.add_row(row.backend, row.device, row.op, row.provider, row.reason or "used")
+    Console().print(table)
+
+
+def _version(_: argparse.Namespace) -> None:
+    print(version())
+
+
+# --- the parts that commands share ---
+
+
+def _config(arguments: argparse.Namespace, **defaults: Any) -> ServerConfig:
+    config = load_config({**defaults, **given_flags(arguments)}, arguments.config)
+    _set_up_logging(config)
+    for name in unknown_variables():
+        log.warning("nothing reads the environment variable %s", name)
+    return config
+
+
+def _run(main: Coroutine[Any, Any, Any]) -> Any:
+    make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if sys.platform != "win32":
+        from uvloop import new_event_loop as make_loop
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(main)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    handler.setFormatter(_JsonFormatter() if config.log_format == "json" else text)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+
+
+async def start_engine(config: ServerConfig) -> "AsyncEngine":
+    """Load the model, showing how far it is. Raises StartError."""
+    from ..engine import AsyncEngine
+
+    began = time.perf_counter()
+    with StartProgress(sys.stderr.isatty()) as progress:
+        engine = await AsyncEngine.start(config, progress=progress)
+    phases = "  ".join(f"{name} {took:.2f} s" for name, took in engine.start_phases.items())
+    log.info("%s is ready after %.2f s: %s", engine.model_name, time.perf_counter() - began, phases)
+    return engine
+
+
+class StartProgress:
+    """Shows `progress(phase, done, total)`: bars on a terminal, else a line each tenth.
+
+    The engine calls it from its own threads.
+    """
+
+    def __init__(self, has_terminal: bool):
+        self.lock = threading.Lock()
+        self.shown: dict[str, int] = {}
+        self.bars: Any = None
+        if has_terminal:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.bars = Progress(console=Console(stderr=True), transient=True)
+
+    def __enter__(self) -> "StartProgress":
+        if self.bars:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bars:
+            self.bars.stop()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        with self.lock:
+            if self.bars:
+                if phase not in self.shown:
+                    self.shown[phase] = self.bars.add_task(phase, total=total)
+                self.bars.update(self.shown[phase], completed=done, total=total)
+                return
+            tenth = done * 10 // total if total else 0
+            if self.shown.get(phase) != tenth:
+                self.shown[phase] = tenth
+                log.info("%s: %d of %d", phase, done, total)
+
+
+def _announce(engine: "AsyncEngine", config: ServerConfig, host: str, port: int) -> None:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    is_open = not (config.api_key or config.api_key_file)
+    if is_open and host not in ("127.0.0.1", "::1"):
+        log.warning("anyone who reaches %s:%d may use the server: set --api-key", host, port)
+    route, question = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if engine.chat_template is None:
+        route, question = "completions", '"prompt": "Hello"'
+    key = "" if is_open else " -H 'Authorization: Bearer KEY'"
+    print(f"Serving {engine.model_name} at {url}/v1")
+    print(
+        f"  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{{{question}}}'",
+        flush=True,
+    )

@@ -1,0 +1,226 @@
+"""Prometheus metrics: ours (`stoker_*`) and, from the same numbers, the names of vLLM's.
+
+The counts live in plain Python and become Prometheus families only when /metrics is read, so that
+a token costs one bisect. No label holds anything that a client chose.
+
+Runs on: loop.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from ..engine.api.messages import Stats
+
+if TYPE_CHECKING:
+    from ..engine import Output
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("queue_full", "draining", "loading_failed")
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
+TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5, 1, 5)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class Histogram:
+    """Counts of values below each bound."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add `count` times the same value."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def family(self, name: str, help_text: str) -> HistogramMetricFamily:
+        """The Prometheus form: cumulative counts."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        buckets = [*zip(bounds, accumulate(self.counts), strict=True)]
+        return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=self.sum)
+
+
+class Metrics:
+    """What the server counts. `stats` gives the engine's own counters."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Stats]):
+        self.model_name = model_name
+        self.stats = stats
+        self.ttft = Histogram(SECONDS)
+        self.itl = Histogram(TOKEN_SECONDS)
+        self.e2e = Histogram(SECONDS)
+        self.prepare = Histogram(SECONDS)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.output_tokens = Histogram(TOKENS)
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.rejected = dict.fromkeys(REJECTIONS, 0)
+        self.disconnects = 0
+        self.loop_cpu_s = 0.0
+        self.finish_rate = 0.0  # choices a second, a moving average
+        self._last_tick: tuple[float, int] | None = None
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)  # type: ignore[arg-type]
+
+    def tick(self) -> None:
+        """Once a second, on the loop's thread: what can only be measured over time."""
+        self.loop_cpu_s = time.thread_time()
+        now, finished = time.monotonic(), sum(self.finished.values())
+        if self._last_tick:
+            before, count = self._last_tick
+            rate = (finished - count) / max(now - before, 1e-3)
+            self.finish_rate += 0.2 * (rate - self.finish_rate)
+        self._last_tick = (now, finished)
+
+    def text(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; prometheus_client calls this."""
+        yield from self._ours()
+        yield from self._as_vllm()
+
+    def _ours(self) -> Iterator[Metric]:
+        s = self.stats()
+        for name, text, value in (
+            ("requests_running", "choices that are computed now", s.num_running),
+            ("requests_waiting", "choices that wait for their turn", s.num_waiting),
+            ("waiting_tokens", "prompt tokens that wait", s.num_waiting_tokens),
+            ("kv_pages", "pages of the KV pool", s.num_pages),
+            ("kv_pages_free", "pages that nothing uses", s.num_free_pages),
+            ("kv_pages_cached", "pages that only the prefix cache holds", s.num_cached_pages),
+            ("step_tokens", "tokens of the latest step", s.batch_tokens),
+        ):
+            yield GaugeMetricFamily("stoker_" + name, text, value)
+        phases = GaugeMetricFamily(
+            "stoker_step_seconds", "time of the latest step by phase", labels=["phase"]
+        )
+        for phase in ("plan", "launch", "wait", "commit"):
+            phases.add_metric([phase], getattr(s, phase + "_s"))
+        yield phases
+        for name, text, total in (
+            ("steps", "steps of the engine", s.steps),
+            ("prompt_tokens", "prompt tokens, cached ones included", s.prompt_tokens),
+            ("cached_tokens", "prompt tokens that came out of the prefix cache", s.cached_tokens),
+            ("generated_tokens", "tokens generated", s.generated_tokens),
+            ("retractions", "requests taken back to the queue for want of memory", s.retractions),
+            ("evicted_pages", "pages taken from the prefix cache", s.evicted_pages),
+            ("disconnects", "requests whose client went away", self.disconnects),
+            ("loop_cpu_seconds", "CPU time of the event loop's thread", self.loop_cpu_s),
+        ):
+            yield CounterMetricFamily("stoker_" + name, text, total)
+        yield _labelled("stoker_choices_finished", "choices by their end", "reason", self.finished)
+        yield _labelled("stoker_rejections", "requests refused", "reason", self.rejected)
+        tokens = s.generated_tokens
+        yield GaugeMetricFamily(
+            "stoker_loop_seconds_per_token",
+            "CPU time of the event loop's thread over tokens generated, since the start",
+            self.loop_cpu_s / tokens if tokens else 0.0,
+        )
+        for name, text, histogram in self._histograms():
+            yield histogram.family("stoker_" + name, text)
+
+    def _histograms(self) -> Iterable[tuple[str, str, Histogram]]:
+        return (
+            ("ttft_seconds", "from the request's arrival to its first token", self.ttft),
+            ("itl_seconds", "between tokens of one choice", self.itl),
+            ("e2e_seconds", "from the request's arrival to its end", self.e2e),
+            ("prepare_seconds", "validation, chat template and tokenization", self.prepare),
+            ("request_prompt_tokens", "prompt tokens a request", self.prompt_tokens),
+            ("request_output_tokens", "output tokens a choice", self.output_tokens),
+        )
+
+    def _as_vllm(self) -> Iterator[Metric]:
+        s = self.stats()
+        used = s.num_pages - s.num_free_pages - s.num_cached_pages
+        gauges = {
+            "num_requests_running": s.num_running,
+            "num_requests_waiting": s.num_waiting,
+            "kv_cache_usage_perc": used / s.num_pages if s.num_pages else 0.0,
+        }
+        counters = {
+            "prompt_tokens": s.prompt_tokens,
+            "generation_tokens": s.generated_tokens,
+            "num_preemptions": s.retractions,
+            "prefix_cache_queries": s.prompt_tokens,
+            "prefix_cache_hits": s.cached_tokens,
+        }
+        histograms = {
+            "time_to_first_token_seconds": self.ttft,
+            "inter_token_latency_seconds": self.itl,
+            "e2e_request_latency_seconds": self.e2e,
+            "request_prompt_tokens": self.prompt_tokens,
+            "request_generation_tokens": self.output_tokens,
+        }
+        names, values = ["model_name"], [self.model_name]
+        for name, value in gauges.items():
+            gauge = GaugeMetricFamily("vllm:" + name, "as vLLM's", labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, value in counters.items():
+            counter = CounterMetricFamily("vllm:" + name, "as vLLM's", labels=names)
+            counter.add_metric(values, value)
+            yield counter
+        success = CounterMetricFamily(
+            "vllm:request_success", "as vLLM's", labels=[*names, "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            success.add_metric([*values, reason], count)
+        yield success
+        for name, histogram in histograms.items():
+            ours = histogram.family("vllm:" + name, "as vLLM's")
+            for sample in ours.samples:
+                sample.labels["model_name"] = self.model_name
+            yield ours
+
+
+class Meter:
+    """Watches the outputs of one prompt: latencies, and how each choice ended."""
+
+    __slots__ = ("arrival_s", "last_s", "metrics", "unfinished")
+
+    def __init__(self, metrics: Metrics, arrival_s: float, num_choices: int):
+        self.metrics = metrics
+        self.arrival_s = arrival_s
+        self.last_s = [0.0] * num_choices
+        self.unfinished = num_choices
+
+    def __call__(self, output: "Output") -> None:
+        """Note the next output. On the hot path: every token passes here."""
+        now = time.perf_counter()
+        last = self.last_s[output.choice]
+        self.last_s[output.choice] = now
+        count = len(output.token_ids)
+        if not last:
+            self.metrics.ttft.observe(now - self.arrival_s)
+        elif count:
+            self.metrics.itl.observe((now - last) / count, count)
+        if output.finish_reason:
+            self.unfinished -= 1
+            self.metrics.finished[output.finish_reason] += 1
+            self.metrics.e2e.observe(now - self.arrival_s)
+            self.metrics.output_tokens.observe(output.num_output)
+
+    def close(self, reason: str) -> None:
+        """The request ends here: its other choices count as `reason`."""
+        self.metrics.finished[reason] += self.unfinished
+        self.unfinished = 0
+
+
+def _labelled(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,318 @@
+"""SGLang's native /generate, vLLM's tokenizer routes, and those that watch or steer the server.
+
+Runs on: loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+from pydantic import Field, field_validator, model_validator
+
+from ..engine.api.errors import EngineError, RequestError
+from ..engine.api.messages import TokenLogprob
+from ..engine.api.sampling_params import MAX_LOGPROBS
+from .errors import error_response
+from .openai_api import (
+    SERVER,
+    chat_prompt,
+    chosen_logprob,
+    json_response,
+    model_name,
+    parse,
+    text_prompt,
+)
+from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts
+from .serving import Choice, Server, new_id
+from .settings import version
+from .sse import DONE, EventStream
+
+if TYPE_CHECKING:
+    from ..engine import Output, Stream
+
+DEFAULT_NEW_TOKENS = 128
+
+
+class NativeSampling(SamplingFields):
+    """SGLang's sampling_params by its names: max_new_tokens is its max_tokens."""
+
+    max_new_tokens: int | None = Field(None, ge=0)
+    no_stop_trim: bool | None = None
+
+
+class GenerateRequest(Wire):
+    """POST /generate. Lists mean a batch, answered by a list."""
+
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: NativeSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    rid: str | None = Field(None, min_length=1, max_length=128)
+    priority: int | None = None
+
+    @field_validator("text", "input_ids", mode="wrap")
+    @classmethod
+    def _prompts(cls, value: Any, _: Any) -> Any:
+        as_prompts(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "GenerateRequest":
+        if (self.text is None) == (self.input_ids is None):
+            raise RequestError("give either text or input_ids", param="text")
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the prompt came as a list of prompts."""
+        if self.input_ids is not None:
+            return isinstance(self.input_ids[0], list)
+        return isinstance(self.text, list)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """POST /generate: SGLang's wire. Streamed text is cumulative, as there."""
+    server = request.app[SERVER]
+    async with server.work(request) as work:
+        body = parse(GenerateRequest, await server.body(request))
+        sampling = body.sampling_params or NativeSampling.model_validate({})
+        overrides: dict[str, Any] = {"max_tokens": sampling.max_new_tokens}
+        if sampling.max_new_tokens is None:
+            overrides["max_tokens"] = DEFAULT_NEW_TOKENS
+        if sampling.no_stop_trim:
+            overrides["include_stop_str_in_output"] = True
+        if body.return_logprob:
+            overrides["logprobs"] = body.top_logprobs_num or 0
+            if (body.logprob_start_len if body.logprob_start_len is not None else -1) >= 0:
+                overrides["prompt_logprobs"] = body.top_logprobs_num or 0
+        params = sampling.params(server.engine.default_sampling, **overrides)
+        given = as_prompts(body.input_ids if body.text is None else body.text)
+        prompts = await asyncio.gather(*(text_prompt(server, prompt) for prompt in given))
+        reply_id = body.rid or new_id("")
+        work.ids.add(reply_id)
+        streams = server.submit(
+            work, prompts, params, priority=body.priority or 0, namespace=sampling.namespace
+        )
+        if body.stream:
+            async with EventStream(server, request, work) as events:
+                await events.pump_all(
+                    [_cumulative(server, body, reply_id, s, i) for i, s in enumerate(streams)]
+                )
+                await events.finish(DONE)
+            return events.response
+        replies = [
+            _reply(server, body, reply_id, stream, choice)
+            for stream, group in zip(streams, await server.collect(work), strict=True)
+            for choice in group
+        ]
+        return json_response(replies if body.is_batch or params.n > 1 else replies[0])
+
+
+def _reply(
+    server: Server, body: GenerateRequest, reply_id: str, stream: "Stream", choice: Choice
+) -> dict[str, Any]:
+    finish: dict[str, Any] | None = None
+    if choice.finish_reason == "stop":
+        finish = {"type": "stop", "matched": choice.stop_reason}
+    elif choice.finish_reason == "length":
+        finish = {"type": "length", "length": choice.num_output}
+    meta: dict[str, Any] = {
+        "id": reply_id,
+        "finish_reason": finish,
+        "prompt_tokens": len(stream.prompt_tokens),
+        "completion_tokens": choice.num_output,
+        "cached_tokens": choice.num_cached,
+    }
+    if body.return_logprob:
+        meta |= _logprobs("output", choice.token_ids, choice.logprobs or (), body)
+        if choice.prompt_logprobs is not None:
+            start = body.logprob_start_len or 0
+            tokens = list(stream.prompt_tokens)[start:]
+            meta |= _logprobs("input", tokens, choice.prompt_logprobs[start:], body)
+    return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+
+def _logprobs(
+    side: str,
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    body: GenerateRequest,
+) -> dict[str, Any]:
+    """Rows of (logprob, token id, text); the text is null, as in SGLang by default."""
+    pairs = list(zip(tokens, entries, strict=True))
+    rows: dict[str, Any] = {
+        f"{side}_token_logprobs": [
+            [chosen_logprob(token, entry) if entry else None, token, None] for token, entry in pairs
+        ]
+    }
+    if body.top_logprobs_num:
+        rows[f"{side}_top_logprobs"] = [
+            [
+                [value, token, None]
+                for token, value in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            ]
+            if entry
+            else None
+            for _, entry in pairs
+        ]
+    return rows
+
+
+def _cumulative(
+    server: Server, body: GenerateRequest, reply_id: str, stream: "Stream", index: int
+) -> Callable[["Output"], bytes]:
+    """An encoder whose events hold all of a choice so far."""
+    choices: dict[int, Choice] = {}
+
+    def encode(output: "Output") -> bytes:
+        choice = choices.setdefault(output.choice, Choice(finish_reason=""))
+        choice.add(output)
+        reply = _reply(server, body, reply_id, stream, choice)
+        if body.is_batch:
+            reply["index"] = index
+        return b"data: " + orjson.dumps(reply) + b"\n\n"
+
+    return encode
+
+
+# --- the tokenizer ---
+
+
+class TokenizeRequest(Wire):
+    """POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatFields):
+    """POST /tokenize with a chat."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Wire):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds = Field(max_length=1 << 20)
+    skip_special_tokens: bool | None = None
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize."""
+    server = request.app[SERVER]
+    raw = await server.body(request)
+    body: TokenizeRequest | TokenizeChatRequest
+    if "messages" in raw:
+        body = parse(TokenizeChatRequest, raw)
+        tokens = await chat_prompt(server, body)
+    else:
+        body = parse(TokenizeRequest, raw)
+        special = body.add_special_tokens is not False
+        tokens = await text_prompt(server, body.prompt, add_special_tokens=special)
+    model_name(server, body.model)
+    texts = [server.engine.tokenizer.token_str(token) for token in tokens]
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": server.engine.max_model_len,
+            "tokens": tokens,
+            "token_strs": texts if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize."""
+    server = request.app[SERVER]
+    body = parse(DetokenizeRequest, await server.body(request))
+    model_name(server, body.model)
+    if any(not 0 <= token < server.engine.vocab_size for token in body.tokens):
+        raise RequestError("tokens: an id is outside the vocabulary", param="tokens")
+    skips = body.skip_special_tokens is True
+    return json_response({"prompt": server.engine.tokenizer.decode(body.tokens, skips)})
+
+
+# --- watching and steering ---
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: whether the process can still serve; touches no device."""
+    if request.app[SERVER].is_alive():
+        return json_response({"status": "ok"})
+    return error_response("the engine has stopped", 503, code="engine_error")
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: whether new work would be taken now."""
+    reason = request.app[SERVER].unready()
+    if reason is None:
+        return json_response({"status": "ready"})
+    return error_response(f"not ready: {reason}", 503, code=reason, headers={"Retry-After": "1"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    return web.Response(
+        body=request.app[SERVER].metrics.text(),
+        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+    )
+
+
+async def show_version(request: web.Request) -> web.Response:
+    """GET /version."""
+    return json_response({"version": version()})
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """GET /server_info: the configuration without its secrets, and figures of the latest step."""
+    server = request.app[SERVER]
+    stats = server.engine.stats
+    return json_response(
+        {
+            "version": version(),
+            "config": server.config.public(),
+            "max_model_len": server.engine.max_model_len,
+            "vocab_size": server.engine.vocab_size,
+            "uptime_s": time.time() - server.created,
+            "stats": {name: getattr(stats, name) for name in stats.__slots__},
+        }
+    )
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """POST /flush_cache: empty the prefix cache."""
+    server = request.app[SERVER]
+    if not server.is_alive():
+        raise EngineError("the engine has stopped")
+    return json_response({"success": True, "kept_tokens": await server.engine.flush_cache()})
+
+
+class AbortRequest(Wire):
+    """POST /abort_request: one id, or all."""
+
+    rid: str | None = Field(None, min_length=1, max_length=128)
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    abort_all: bool | None = None
+
+
+async def abort(request: web.Request) -> web.Response:
+    """POST /abort_request: end running requests; those of others need the admin key."""
+    server = request.app[SERVER]
+    body = parse(AbortRequest, await server.body(request))
+    name = body.rid or body.request_id
+    if (name is None) != bool(body.abort_all):
+        raise RequestError("give either rid or abort_all", param="rid")
+    if body.abort_all and not request["is_admin"]:
+        raise RequestError("abort_all needs the admin key", param="abort_all", status=403)
+    return json_response({"aborted": server.abort(name)})

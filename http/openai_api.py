@@ -1,0 +1,481 @@
+"""OpenAI's chat, completions and models routes: translation only.
+
+Everything that can be wrong with a request is found before the first byte of a stream: fields,
+template, tokens, limits. Then outputs become choices, at once or chunk by chunk.
+
+Runs on: loop.
+"""
+
+import asyncio
+import codecs
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from ..engine.api.errors import RequestError
+from ..engine.api.messages import TokenLogprob
+from .errors import invalid
+from .openai_types import (
+    ChatFields,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    StreamOptions,
+    TokenIds,
+)
+from .serving import Choice, Server, Work, new_id
+from .sse import DONE, ChunkEncoder, EventStream
+
+if TYPE_CHECKING:
+    from ..engine import Output, Stream
+
+SERVER: web.AppKey[Server] = web.AppKey("server", Server)
+MIN_LOGPROB = -9999.0  # JSON has no -Infinity
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    server = request.app[SERVER]
+    async with server.work(request) as work:
+        body = parse(ChatRequest, await server.body(request))
+        model = model_name(server, body.model)
+        params = body.chat_params(server.engine.default_sampling)
+        prompt = await chat_prompt(server, body)
+        prompt = _truncate(server, body, params.max_tokens, prompt)
+        reply_id = new_id("chatcmpl-")
+        work.ids |= {reply_id, *body.ids}
+        [stream] = server.submit(
+            work, [prompt], params, priority=body.priority or 0, namespace=body.namespace
+        )
+        envelope = {"id": reply_id, "created": int(time.time()), "model": model}
+        if body.stream:
+            envelope = {**envelope, "object": "chat.completion.chunk"}
+            makers = [_chat_chunks(server, body, stream)]
+            return await _stream(
+                server, request, work, body, envelope, PLAIN_CHAT, makers, params.n
+            )
+        [choices] = await server.collect(work)
+        reply = {**envelope, "object": "chat.completion"}
+        reply["choices"] = [_chat_choice(server, body, i, c) for i, c in enumerate(choices)]
+        reply["usage"] = usage([stream], [choices])
+        if body.return_token_ids:
+            reply["prompt_token_ids"] = list(stream.prompt_tokens)
+        return json_response(reply)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    server = request.app[SERVER]
+    async with server.work(request) as work:
+        body = parse(CompletionRequest, await server.body(request))
+        model = model_name(server, body.model)
+        params = body.completion_params(server.engine.default_sampling)
+        prompts = await asyncio.gather(*(text_prompt(server, prompt) for prompt in body.prompt))
+        prompts = [_truncate(server, body, params.max_tokens, prompt) for prompt in prompts]
+        reply_id = new_id("cmpl-")
+        work.ids |= {reply_id, *body.ids}
+        streams = server.submit(
+            work, prompts, params, priority=body.priority or 0, namespace=body.namespace
+        )
+        envelope = {
+            "id": reply_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        echoes = [_echo(server, body, i, stream) for i, stream in enumerate(streams)]
+        if body.stream:
+            makers = [
+                _text_chunks(server, body, stream, echo, params.n)
+                for stream, echo in zip(streams, echoes, strict=True)
+            ]
+            return await _stream(
+                server, request, work, body, envelope, PLAIN_TEXT, makers, params.n
+            )
+        groups = await server.collect(work)
+        kept = [_best(group, body.n or 1) for group in groups]
+        reply: dict[str, Any] = envelope
+        reply["choices"] = [
+            _completion_choice(server, body, i * len(group) + j, choice, stream, echo)
+            for i, (group, stream, echo) in enumerate(zip(kept, streams, echoes, strict=True))
+            for j, choice in enumerate(group)
+        ]
+        reply["usage"] = usage(streams, groups)
+        return json_response(reply)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    server = request.app[SERVER]
+    cards = [_model_card(server, name) for name in server.model_names]
+    return json_response({"object": "list", "data": cards})
+
+
+async def retrieve_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}; the id may hold slashes."""
+    server = request.app[SERVER]
+    return json_response(_model_card(server, model_name(server, request.match_info["id"])))
+
+
+def _model_card(server: Server, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "stoker",
+        "root": server.engine.model_name,
+        "parent": None,
+        "max_model_len": server.engine.max_model_len,
+    }
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """A JSON response."""
+    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def parse(kind: type[Body], body: dict[str, Any]) -> Body:
+    """The body as a request model. Raises RequestError."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise invalid(error, body) from None
+
+
+def model_name(server: Server, name: str | None) -> str:
+    """The name to answer with; an absent one means the first. Raises RequestError (404)."""
+    if name is None:
+        return server.model_names[0]
+    if name not in server.model_names:
+        raise RequestError(
+            f"the model {name[:128]!r} does not exist, there is {server.model_names[0]!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    return name
+
+
+async def chat_prompt(server: Server, body: ChatFields) -> list[int]:
+    """The conversation as token ids; the template brings its own special tokens."""
+    messages, options = body.template_input()
+    if server.engine.chat_template:
+        messages = server.engine.chat_template.normalise_messages(messages)
+    text = await server.engine.render(messages, **options)
+    return await server.engine.encode(text, add_special_tokens=False)
+
+
+async def text_prompt(
+    server: Server, prompt: str | TokenIds, *, add_special_tokens: bool = True
+) -> list[int]:
+    """A prompt as token ids."""
+    if isinstance(prompt, str):
+        return await server.engine.encode(prompt, add_special_tokens=add_special_tokens)
+    return prompt
+
+
+def _truncate(
+    server: Server, body: SamplingFields, max_tokens: int | None, prompt: list[int]
+) -> list[int]:
+    """Keep the prompt's last tokens where the client asks for it; -1 means what fits."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max(server.engine.max_model_len - max(max_tokens or 1, 1), 1)
+    return prompt[-keep:]
+
+
+def usage(streams: Sequence["Stream"], groups: Sequence[Sequence[Choice]]) -> dict[str, Any]:
+    """Tokens counted: each prompt once, all its choices; cached ones as the first choice saw."""
+    return _usage(
+        sum(len(stream.prompt_tokens) for stream in streams),
+        sum(choice.num_output for group in groups for choice in group),
+        sum(group[0].num_cached for group in groups),
+    )
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _best(group: list[Choice], n: int) -> list[Choice]:
+    """The n choices with the highest mean log-probability a token, best first."""
+    if len(group) <= n:
+        return group
+
+    def score(choice: Choice) -> float:
+        values = [token.logprob for token in choice.logprobs or ()]
+        return sum(values) / len(values) if values else 0.0
+
+    return sorted(group, key=score, reverse=True)[:n]
+
+
+# --- log-probabilities ---
+
+
+def _clamp(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
+
+
+def chosen_logprob(token: int, entry: TokenLogprob) -> float:
+    """The token's value, bit for bit the one among the likeliest where it is there: clients
+    compare the two with == to see whether it was the greedy choice."""
+    if token in entry.top_token_ids:
+        return _clamp(entry.top_logprobs[entry.top_token_ids.index(token)])
+    return _clamp(entry.logprob)
+
+
+def chat_logprobs(
+    server: Server, tokens: Iterable[int], entries: Iterable[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """Chat's `logprobs.content`. `bytes` come from the vocabulary, exact for cut characters."""
+    token_bytes = server.engine.tokenizer.token_bytes
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = token_bytes(token)
+        text = raw.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+    return [
+        one(token, chosen_logprob(token, entry))
+        | {
+            "top_logprobs": [
+                one(other, _clamp(value))
+                for other, value in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            ]
+        }
+        for token, entry in zip(tokens, entries, strict=True)
+    ]
+
+
+class LegacyLogprobs:
+    """Completions' log-probabilities of one choice, with offsets that run on between chunks."""
+
+    def __init__(self, server: Server, skip_special_tokens: bool):
+        tokenizer = server.engine.tokenizer
+        self.token_bytes = tokenizer.token_bytes
+        self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.offset = 0
+
+    def take(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """The next tokens' part: tokens, token_logprobs, top_logprobs, text_offset."""
+        names: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token, entry in zip(tokens, entries, strict=True):
+            name = self._name(token)
+            names.append(name)
+            offsets.append(self.offset)
+            if token not in self.hidden:
+                self.offset += len(self.decoder.decode(self.token_bytes(token)))
+            if entry is None:
+                values.append(None)
+                tops.append(None)
+                continue
+            value = chosen_logprob(token, entry)
+            values.append(value)
+            top: dict[str, float] = {}
+            for other, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True):
+                top.setdefault(self._name(other), _clamp(logprob))
+            top.setdefault(name, value)
+            tops.append(top)
+        return {
+            "tokens": names,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:  # OpenAI's spelling of a token that is part of a character
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+# --- whole answers ---
+
+
+def _chat_choice(server: Server, body: ChatRequest, index: int, choice: Choice) -> dict[str, Any]:
+    logprobs = None
+    if body.logprobs:
+        content = chat_logprobs(server, choice.token_ids, choice.logprobs or ())
+        logprobs = {"content": content, "refusal": None}
+    reply = {
+        "index": index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if body.return_token_ids:
+        reply["token_ids"] = choice.token_ids
+    return reply
+
+
+def _echo(server: Server, body: CompletionRequest, index: int, stream: "Stream") -> str:
+    """The text that goes before the answer: the prompt as it was sent, or as its ids read."""
+    if not body.echo:
+        return ""
+    prompt = body.prompt[index]
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return prompt
+    return server.engine.tokenizer.decode(stream.prompt_tokens, _skips(body))
+
+
+def _skips(body: SamplingFields) -> bool:
+    return body.skip_special_tokens is not False
+
+
+def _completion_choice(
+    server: Server,
+    body: CompletionRequest,
+    index: int,
+    choice: Choice,
+    stream: "Stream",
+    echo: str,
+) -> dict[str, Any]:
+    logprobs = None
+    if body.logprobs is not None:
+        tokens: Sequence[int] = choice.token_ids
+        entries: Sequence[TokenLogprob | None] = choice.logprobs or ()
+        if body.echo:
+            tokens = [*stream.prompt_tokens, *tokens]
+            entries = [*(choice.prompt_logprobs or ()), *entries]
+        logprobs = LegacyLogprobs(server, _skips(body)).take(tokens, entries)
+    reply = {
+        "index": index,
+        "text": echo + choice.text,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if body.return_token_ids:
+        reply |= {"token_ids": choice.token_ids, "prompt_token_ids": list(stream.prompt_tokens)}
+    return reply
+
+
+# --- streams ---
+
+
+PLAIN_CHAT = b'{"index":INDEX,"delta":{"content":TEXT},"logprobs":null,"finish_reason":null}'
+PLAIN_TEXT = b'{"index":INDEX,"text":TEXT,"logprobs":null,"finish_reason":null}'
+
+
+def _chat_chunks(
+    server: Server, body: ChatRequest, stream: "Stream"
+) -> Callable[["Output", int, bool], list[dict[str, Any]]]:
+    """How an output becomes chat choices: the role first, the end last, each in its own chunk."""
+
+    def choices(output: "Output", index: int, is_first: bool) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+
+        def add(delta: dict[str, Any], **fields: Any) -> None:
+            empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunks.append(empty | fields)
+
+        if is_first:
+            extra = (
+                {"prompt_token_ids": list(stream.prompt_tokens)} if body.return_token_ids else {}
+            )
+            add({"role": "assistant", "content": ""}, **extra)
+        fields: dict[str, Any] = {}
+        if body.logprobs and output.logprobs:
+            content = chat_logprobs(server, output.token_ids, output.logprobs)
+            fields["logprobs"] = {"content": content, "refusal": None}
+        if body.return_token_ids and output.token_ids:
+            fields["token_ids"] = output.token_ids
+        if output.text or fields:
+            add({"content": output.text}, **fields)
+        if output.finish_reason:
+            add({}, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+        return chunks
+
+    return choices
+
+
+def _text_chunks(
+    server: Server, body: CompletionRequest, stream: "Stream", echo: str, n: int
+) -> Callable[["Output", int, bool], list[dict[str, Any]]]:
+    """How an output becomes completion choices; the echoed prompt is a chunk of its own."""
+    legacy = [LegacyLogprobs(server, _skips(body)) for _ in range(n)]
+
+    def choices(output: "Output", index: int, is_first: bool) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+
+        def add(text: str, tokens: Sequence[int], entries: Any, **fields: Any) -> None:
+            logprobs = None
+            if body.logprobs is not None and tokens:
+                logprobs = legacy[output.choice].take(tokens, entries)
+            empty = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+            chunks.append(empty | fields)
+
+        if is_first and (echo or body.return_token_ids):
+            extra = (
+                {"prompt_token_ids": list(stream.prompt_tokens)} if body.return_token_ids else {}
+            )
+            tokens = stream.prompt_tokens if body.echo else ()
+            add(echo, tokens, output.prompt_logprobs, **extra)
+        fields: dict[str, Any] = {}
+        if body.return_token_ids:
+            fields["token_ids"] = output.token_ids
+        if output.finish_reason:
+            fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        if output.text or output.token_ids or output.finish_reason:
+            add(output.text, output.token_ids, output.logprobs, **fields)
+        return chunks
+
+    return choices
+
+
+async def _stream(
+    server: Server,
+    request: web.Request,
+    work: Work,
+    body: ChatRequest | CompletionRequest,
+    envelope: dict[str, Any],
+    plain: bytes,
+    makers: Sequence[Callable[["Output", int, bool], list[dict[str, Any]]]],
+    n: int,
+) -> web.StreamResponse:
+    """All prompts of a request as one event stream."""
+    options = body.stream_options or StreamOptions()
+    num_prompt = sum(len(stream.prompt_tokens) for stream in work.streams)
+    encoders: list[ChunkEncoder] = []
+
+    def so_far() -> dict[str, Any]:
+        num_output = sum(sum(encoder.num_output) for encoder in encoders)
+        return _usage(num_prompt, num_output, sum(encoder.num_cached for encoder in encoders))
+
+    each = so_far if options.include_usage and options.continuous_usage_stats else None
+    has_logprobs = body.logprobs is not None and body.logprobs is not False
+    is_plain = not has_logprobs and not body.return_token_ids
+    for i, maker in enumerate(makers):
+        encoders.append(
+            ChunkEncoder(envelope, i * n, n, plain, maker, is_plain=is_plain, usage=each)
+        )
+    async with EventStream(server, request, work) as events:
+        await events.pump_all(encoders)
+        last = b""
+        if options.include_usage:
+            last = (
+                b"data: " + orjson.dumps({**envelope, "choices": [], "usage": so_far()}) + b"\n\n"
+            )
+        await events.finish(last + DONE)
+    return events.response

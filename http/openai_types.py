@@ -1,0 +1,371 @@
+"""The requests of OpenAI's chat and completions routes: fields, types and limits.
+
+Types are strict ("5" is no number), unknown fields are ignored, a null field is an absent field.
+What would change the answer but cannot be honoured is refused, never ignored. Ranges of sampling
+fields are checked in `SamplingParams.validate`, which every route shares.
+
+Runs on: any (pure).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ..engine.api.errors import RequestError
+from ..engine.api.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 16384
+DEFAULT_COMPLETION_TOKENS = 16
+REFUSED = {
+    "audio": "audio",
+    "chat_template": "chat templates in a request",
+    "custom_logit_processor": "code in a request",
+    "ebnf": "grammars",
+    "function_call": "the old functions API (use tools)",
+    "functions": "the old functions API (use tools)",
+    "guided_choice": "structured output by this name (use response_format)",
+    "guided_grammar": "structured output by this name (use response_format)",
+    "guided_json": "structured output by this name (use response_format)",
+    "guided_regex": "structured output by this name (use response_format)",
+    "input_embeds": "embeddings as a prompt",
+    "json_schema": "structured output by this name (use response_format)",
+    "lora_path": "adapters",
+    "prompt_embeds": "embeddings as a prompt",
+    "prompt_logprobs": "prompt_logprobs (completions: echo with logprobs)",
+    "regex": "regular expressions",
+    "stop_regex": "stop by regular expression",
+    "structured_outputs": "structured output by this name (use response_format)",
+    "suffix": "fill in the middle: this model has no template for it",
+}
+
+TokenIds = list[int]
+
+
+class Wire(BaseModel):
+    """Part of a request body."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class StreamOptions(Wire):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Wire):
+    """What chat, completions and their extensions share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    return_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    rid: str | None = Field(None, min_length=1, max_length=128)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        for name in REFUSED.keys() & body.keys() if isinstance(body, dict) else ():
+            if body[name]:  # empty ones ask for nothing
+                raise RequestError(f"{name}: {REFUSED[name]} is not supported", param=name)
+        return body
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "SamplingFields":
+        if self.stream_options and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be -1 or positive", param="truncate_prompt_tokens"
+            )
+        return self
+
+    def params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """The engine's parameters: these fields over the model's own defaults.
+
+        Args:
+            defaults: from the model's generation_config.json.
+        """
+        names = (
+            "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "
+            "max_tokens min_tokens n seed include_stop_str_in_output ignore_eos "
+            "skip_special_tokens"
+        ).split()
+        given = {name: getattr(self, name) for name in names}
+        chosen = dict(defaults) | {k: v for k, v in given.items() if v is not None} | overrides
+        if chosen.get("top_p") == 0:  # OpenAI allows it: nothing but the likeliest token
+            chosen |= {"top_p": 1.0, "temperature": 0.0}
+        if self.stop is not None:
+            chosen["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids:
+            chosen["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias:
+            chosen["logit_bias"] = _logit_bias(self.logit_bias)
+        return SamplingParams(**chosen)
+
+    @property
+    def namespace(self) -> tuple[str, ...]:
+        """Where its prefixes are cached."""
+        return ("salt", self.cache_salt) if self.cache_salt else ()
+
+    @property
+    def ids(self) -> set[str]:
+        """The names that the client gave the request."""
+        return {name for name in (self.request_id, self.rid) if name}
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise RequestError("logit_bias: keys must be token ids", param="logit_bias") from None
+
+
+class ResponseFormat(Wire):
+    """Free text, or what the text must match."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema":
+            schema = (self.json_schema or {}).get("schema")
+            if not isinstance(schema, dict | bool):
+                raise RequestError(
+                    "response_format: json_schema needs a schema",
+                    param="response_format.json_schema.schema",
+                )
+        return self
+
+
+class Function(Wire):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    """A tool: so far always a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Wire):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Wire):
+    """A tool choice that forces one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class FunctionCall(Wire):
+    """What the assistant called; arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Wire):
+    """A call in the history."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Wire):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "ChatMessage":
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a {self.role} message needs content")
+        return self
+
+
+class ChatFields(Wire):
+    """What makes a chat's prompt; /tokenize takes these too."""
+
+    messages: Annotated[
+        list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    ]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
+    reasoning_effort: str | None = Field(None, max_length=32)
+
+    @model_validator(mode="after")
+    def _check_template_options(self) -> "ChatFields":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise RequestError(
+                "continue_final_message needs an assistant message at the end",
+                param="continue_final_message",
+            )
+        return self
+
+    def template_input(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and options for the engine's chat template."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        options: dict[str, Any] = {"template_kwargs": variables}
+        if self.tools:
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        ends_open = bool(self.continue_final_message)
+        prompted = self.add_generation_prompt
+        options["continue_final_message"] = ends_open
+        options["add_generation_prompt"] = not ends_open if prompted is None else prompted
+        return [message.model_dump(exclude_none=True) for message in self.messages], options
+
+
+class ChatRequest(SamplingFields, ChatFields):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
+            )
+        choice, tools = self.tool_choice, self.tools or []
+        if choice in ("auto", "required") and not tools:
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        if isinstance(choice, NamedTool):
+            if choice.function.name not in {tool.function.name for tool in tools}:
+                raise RequestError(
+                    f"tool_choice names {choice.function.name[:64]!r}, which is not among tools",
+                    param="tool_choice.function.name",
+                )
+        if choice == "required" or isinstance(choice, NamedTool):
+            raise RequestError("a forced tool_choice is not supported yet", param="tool_choice")
+        if self.response_format and self.response_format.type != "text":
+            raise RequestError(
+                f"response_format {self.response_format.type} is not supported yet",
+                param="response_format.type",
+            )
+        return self
+
+    def chat_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's parameters; max_completion_tokens wins over max_tokens."""
+        overrides: dict[str, Any] = {}
+        if self.max_completion_tokens is not None:
+            overrides["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            overrides["logprobs"] = self.top_logprobs or 0
+        return self.params(defaults, **overrides)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. `prompt` is a list of prompts after validation."""
+
+    prompt: list[str | TokenIds]
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _prompts(cls, value: Any, _: Any) -> list[str | TokenIds]:
+        return as_prompts(value)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "CompletionRequest":
+        n, best_of = self.n or 1, self.best_of
+        if best_of is not None and best_of < n:
+            raise RequestError(f"best_of ({best_of}) must be at least n ({n})", param="best_of")
+        if best_of is not None and best_of > n and (self.stream or self.echo):
+            raise RequestError("best_of above n excludes stream and echo", param="best_of")
+        if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
+            raise RequestError(
+                f"max_tokens must be at least 1 (0 with echo), got {self.max_tokens}",
+                param="max_tokens",
+            )
+        return self
+
+    def completion_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's parameters: 16 tokens unless asked for more."""
+        overrides: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.max_tokens is None:
+            overrides["max_tokens"] = max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0)
+        if self.best_of is not None and self.best_of > (self.n or 1):
+            overrides["n"] = self.best_of
+            overrides["logprobs"] = self.logprobs or 0  # the choices are ranked by them
+        if self.echo and self.logprobs is not None:
+            overrides["prompt_logprobs"] = self.logprobs
+        return self.params(defaults, **overrides)
+
+
+def as_prompts(value: Any) -> list[str | TokenIds]:
+    """Text, token ids, or a list of either, as a list of prompts, none of them empty."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("want a text, a list of token ids, or a list of these; not empty")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts, the limit is {MAX_PROMPTS}")
+    for prompt in value:
+        if not prompt or not (isinstance(prompt, str) or _is_ids(prompt)):
+            raise ValueError("each prompt must be a text or a list of token ids, and not empty")
+    return value
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)

@@ -1,0 +1,311 @@
+"""What every route shares: who runs, who may come in, and how the work of a request ends.
+
+Runs on: loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from ..engine.api.errors import EngineError, Overloaded, RequestError, StokerError
+from ..engine.api.messages import TokenLogprob
+from ..engine.api.sampling_params import SamplingParams
+from .metrics import Meter, Metrics
+from .settings import ServerConfig
+
+if TYPE_CHECKING:
+    from ..engine import AsyncEngine, Output, Stream
+    from .sse import EventStream
+
+log = logging.getLogger(__name__)
+
+MAX_CHOICES = 1024  # of one HTTP request, over all its prompts
+HEARTBEAT_LIMIT_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """One HTTP request that the engine works for.
+
+    Attributes:
+        ids: the names under which it can be aborted.
+        key_digest: of the API key that it came with.
+        ended_by: why the server, not the client, ended it.
+    """
+
+    ids: set[str]
+    task: asyncio.Task[Any]
+    arrival_s: float
+    key_digest: str | None = None
+    streams: list["Stream"] = field(default_factory=list)
+    meters: list[Meter] = field(default_factory=list)
+    ended_by: StokerError | None = None
+
+    def end(self, error: StokerError) -> None:
+        """Stop it: its client gets this error."""
+        if self.ended_by is None:
+            self.ended_by = error
+            self.task.cancel()
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What ended it: ours where `end` was called, else the error itself."""
+        if isinstance(error, asyncio.CancelledError) and self.ended_by:
+            self.task.uncancel()
+            return self.ended_by
+        return error
+
+
+@dataclass(slots=True)
+class Choice:
+    """One continuation, so far."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str = "stop"
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    num_output: int = 0
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(self.pieces)
+
+    def add(self, output: "Output") -> None:
+        """Append what is new. Raises Overloaded where the engine gave up."""
+        self.pieces.append(output.text)
+        self.token_ids.extend(output.token_ids)
+        if output.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.num_cached = max(self.num_cached, output.num_cached)
+        self.num_output = output.num_output
+        if output.finish_reason:
+            check_end(output)
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+
+class Server:
+    """The engine and all that is in flight over HTTP."""
+
+    def __init__(self, engine: "AsyncEngine", config: ServerConfig):
+        self.engine = engine
+        self.config = config
+        self.model_names = config.served_model_name or (engine.model_name,)
+        self.metrics = Metrics(self.model_names[0], lambda: engine.stats)
+        self.works: set[Work] = set()
+        self.event_streams: set[EventStream] = set()
+        self.created = int(time.time())
+        self.is_draining = False
+        self.fatal: BaseException | None = None
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def unready(self) -> str | None:
+        """Why new work would be refused now, or None."""
+        if not self.is_alive():
+            return "loading_failed"
+        if self.is_draining:
+            return "draining"
+        stats, config = self.engine.stats, self.config
+        room = config.max_running_requests + config.max_queued_requests
+        is_full = self.engine.num_streams >= room or stats.num_waiting >= config.max_queued_requests
+        limit = config.max_queued_tokens
+        if is_full or (limit and stats.num_waiting_tokens >= limit):
+            return "queue_full"
+        return None
+
+    def is_alive(self) -> bool:
+        """Whether the engine's thread still beats."""
+        healthy = self.fatal is None and self.engine.is_healthy
+        return healthy and self.engine.heartbeat_age_s < HEARTBEAT_LIMIT_S
+
+    async def body(self, request: web.Request) -> dict[str, Any]:
+        """The body as a JSON object without its null fields: null means absent.
+
+        Raises:
+            RequestError: 400, 408 or 415 with what is wrong.
+            web.HTTPRequestEntityTooLarge: the body is over the limit.
+        """
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RequestError("send the body without Content-Encoding", status=415)
+        kind = request.content_type if "Content-Type" in request.headers else "application/json"
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise RequestError(
+                f"Content-Type must be application/json, got {kind[:128]}", status=415
+            )
+        limit = self.config.body_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                raw = await request.read()
+        except TimeoutError:
+            raise RequestError(f"the body did not arrive within {limit} s", status=408) from None
+        try:
+            body = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise RequestError(f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        return {name: value for name, value in body.items() if value is not None}
+
+    @contextlib.asynccontextmanager
+    async def work(self, request: web.Request) -> AsyncIterator[Work]:
+        """Admit a request; whatever ends it, nothing of it stays in the engine.
+
+        Raises:
+            Overloaded: the server drains, or too many wait.
+        """
+        self._admit()
+        task = asyncio.current_task()
+        assert task is not None
+        ids = {request["id"]}
+        work = Work(ids, task, request["arrival_s"], key_digest=request.get("key_digest"))
+        self.works.add(work)
+        self.idle.clear()
+        limit, timer = self.config.request_timeout_s, None
+        if limit is not None:
+            late = RequestError(
+                f"the request took longer than {limit} s", code="timeout", status=504
+            )
+            timer = asyncio.get_running_loop().call_later(limit, work.end, late)
+        outcome = "abort"
+        try:
+            yield work
+        except asyncio.CancelledError as error:
+            cause = work.cause(error)
+            if cause is error:
+                self.metrics.disconnects += 1
+                raise
+            raise cause from None
+        except BaseException:
+            outcome = "error"
+            raise
+        finally:
+            if timer:
+                timer.cancel()
+            for stream, meter in zip(work.streams, work.meters, strict=True):
+                if meter.unfinished:
+                    stream.abort()
+                    meter.close(outcome)
+            self.works.remove(work)
+            if not self.works:
+                self.idle.set()
+
+    def _admit(self) -> None:
+        reason = self.unready()
+        if reason is None:
+            return
+        self.metrics.rejected[reason] += 1
+        if reason == "loading_failed":
+            raise EngineError("the engine has stopped")
+        if reason == "draining":
+            raise Overloaded("the server is shutting down", retry_after_s=5)
+        raise Overloaded("too many requests are waiting", retry_after_s=self._wait_estimate_s())
+
+    def _wait_estimate_s(self) -> float:
+        """When a place may be free: the queue over the rate at which choices finish, 1 to 60 s."""
+        queued = self.engine.num_streams - self.config.max_running_requests
+        rate = self.metrics.finish_rate
+        return min(max(queued / rate, 1.0), 60.0) if rate > 0 else 5.0
+
+    def submit(
+        self,
+        work: Work,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        namespace: tuple[str, ...] = (),
+    ) -> list["Stream"]:
+        """Start all prompts of a request, or none.
+
+        Raises:
+            RequestError: a prompt is too long or empty, a parameter is out of its limits.
+            Overloaded: the engine's queue is full.
+        """
+        count = len(prompts) * params.n
+        if count > MAX_CHOICES:
+            raise RequestError(
+                f"{len(prompts)} prompts with {params.n} choices each are more than {MAX_CHOICES}",
+                param="n",
+            )
+        if self.config.isolate_cache_per_key and work.key_digest:
+            namespace = ("key", work.key_digest, *namespace)
+        for prompt in prompts:
+            stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
+            work.streams.append(stream)
+            work.meters.append(Meter(self.metrics, work.arrival_s, params.n))
+            self.metrics.prompt_tokens.observe(len(prompt))
+        self.metrics.prepare.observe(time.perf_counter() - work.arrival_s)
+        return work.streams
+
+    def abort(self, matches: str | None) -> int:
+        """End the works of this id, or all. Returns how many."""
+        found = [w for w in self.works if matches is None or matches in w.ids]
+        for work in found:
+            work.end(RequestError("the request was aborted", code="aborted", status=409))
+        return len(found)
+
+    def end_all(self) -> None:
+        """End every work because the server goes down."""
+        for work in self.works:
+            work.end(Overloaded("the server is shutting down", retry_after_s=5))
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for the running works; those that take too long are ended."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), timeout_s)
+        self.end_all()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), 1.0)
+
+    async def collect(self, work: Work) -> list[list[Choice]]:
+        """Wait for all choices of all prompts: one list a prompt, ordered by choice."""
+        pairs = zip(work.streams, work.meters, strict=True)
+        if len(work.streams) == 1:
+            return [await _collect(*pair) for pair in pairs]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_collect(*pair)) for pair in pairs]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def tick(self) -> None:
+        """Once a second for ever: keep-alive comments and the metrics of time."""
+        while True:
+            await asyncio.sleep(min(1.0, self.config.keep_alive_s / 4))
+            self.metrics.tick()
+            for events in tuple(self.event_streams):
+                await events.keep_alive()
+
+
+async def _collect(stream: "Stream", meter: Meter) -> list[Choice]:
+    choices = [Choice() for _ in meter.last_s]
+    async for output in stream:
+        meter(output)
+        choices[output.choice].add(output)
+    return choices
+
+
+def check_end(output: "Output") -> None:
+    """Raise where the engine gave the request up: an answer cut short is not an answer."""
+    if output.finish_reason == "abort":
+        raise Overloaded("the server aborted the request", retry_after_s=1)
+
+
+def new_id(prefix: str) -> str:
+    """A random id, as in chatcmpl-..."""
+    return prefix + uuid.uuid4().hex

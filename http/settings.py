@@ -1,0 +1,225 @@
+"""The server's configuration: flags over STOKER_* variables over --config FILE over defaults.
+
+One model, `ServerConfig`, is the source of the flags, of their help and of their checks. It adds
+the server's fields to the engine's, so one object starts both.
+
+Runs on: any (pure).
+"""
+
+import argparse
+import importlib.metadata
+import os
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
+)
+
+from ..engine.api.config import EngineConfig, option
+from ..engine.api.errors import StartError
+
+ENV_PREFIX = "STOKER_"
+SECRETS = ("api_key", "admin_key")
+
+Texts = Annotated[tuple[str, ...], NoDecode]  # a repeated flag; a,b,c in the environment
+
+
+def version() -> str:
+    """The installed version; 0 where the checkout runs uninstalled."""
+    try:
+        return importlib.metadata.version("stoker")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+class ServerConfig(EngineConfig, BaseSettings):
+    """How to serve one model over HTTP. Frozen."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), env_prefix=ENV_PREFIX
+    )
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", "http")
+    port: int = option(8000, "port to listen on; 0 takes a free one", "http", ge=0, le=65535)
+    served_model_name: Texts = option(
+        (), "name that clients use (repeatable: aliases); the model's own by default", "http"
+    )
+    max_body_bytes: int = option(32 << 20, "largest request body", "http", ge=1024)
+    body_timeout_s: float = option(60, "time a client has to send its body", "http", gt=0)
+    cors_origin: Texts = option(
+        (), "origin whose web pages may call the server (repeatable, * for all)", "http"
+    )
+    api_key: Texts = option(
+        (), "key that clients must send as a bearer token (repeatable)", "access"
+    )
+    api_key_file: Path | None = option(None, "file with one API key a line", "access")
+    admin_key: str | None = option(
+        None, "key of the admin routes (/flush_cache, abort_all)", "access"
+    )
+    isolate_cache_per_key: bool = option(
+        False, "clients with different API keys share no cached prefixes", "access"
+    )
+    max_queued_tokens: int | None = option(
+        None, "prompt tokens that may wait; more get 503", "limits", ge=1
+    )
+    request_timeout_s: float | None = option(
+        None, "longest time a request may take; none by default", "limits", gt=0
+    )
+    drain_timeout: float = option(
+        30, "seconds that running requests have to finish after SIGTERM", "limits", ge=0
+    )
+    keep_alive_s: float = option(
+        15, "an idle stream gets a comment this often, so that no proxy cuts it", "limits", gt=0
+    )
+    max_tokens_behind: int = option(
+        4096, "a client whose reading is this many tokens behind is cut off", "limits", ge=1
+    )
+    stall_timeout_s: float = option(
+        60, "time a client has to read the end of its answer", "limits", gt=0
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "least severe messages to log", "log"
+    )
+    log_format: Literal["text", "json"] = option("text", "one line or one JSON object each", "log")
+    access_log: bool = option(False, "log a line for each HTTP request", "log")
+
+    @field_validator("served_model_name", "cors_origin", "api_key", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load_config reads the others, so that only it depends on them
+
+    def keys(self) -> tuple[str, ...]:
+        """All API keys, those of the key file included. Raises StartError."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = self.api_key_file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartError(f"--api-key-file {self.api_key_file}: {error}") from None
+        keys = tuple(filter(None, map(str.strip, lines)))
+        if not keys:
+            raise StartError(f"--api-key-file {self.api_key_file} holds no key")
+        return self.api_key + keys
+
+    def public(self) -> dict[str, Any]:
+        """The configuration as JSON values, without the secrets."""
+        values = self.model_dump(mode="json")
+        return values | {name: "redacted" for name in SECRETS if values[name]}
+
+
+def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
+    """Merge the sources into one configuration.
+
+    Args:
+        flags: what the command line gave.
+        file: YAML or TOML, by its suffix.
+
+    Raises:
+        StartError: one line that names the field.
+    """
+
+    try:
+        values = _read(file) if file else {}
+        return ServerConfig(**values | EnvSettingsSource(ServerConfig)() | flags)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        hint = ""
+        if str(first["input"]).startswith("tcp://"):
+            hint = f" (Kubernetes sets {ENV_PREFIX}{name.upper()}: use enableServiceLinks: false)"
+        raise StartError(f"{name}: {first['msg']}, got {first['input']!r}{hint}") from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    sources = {
+        ".yaml": YamlConfigSettingsSource,
+        ".yml": YamlConfigSettingsSource,
+        ".toml": TomlConfigSettingsSource,
+    }
+    if file.suffix not in sources:
+        raise StartError(f"--config {file}: want a .yaml or .toml file")
+    if not file.is_file():
+        raise StartError(f"--config {file}: no such file")
+    try:
+        return sources[file.suffix](ServerConfig, file)()
+    except Exception as error:  # each format's reader has its own
+        raise StartError(f"--config {file}: {' '.join(str(error).split())}") from None
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = ServerConfig) -> None:
+    """One flag a field of `config`, grouped, with the field's help. Values stay text for pydantic.
+
+    `model` is a positional argument.
+    """
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=_help(config, "model")
+    )
+    parser.add_argument("--config", type=Path, help="YAML or TOML file with these settings")
+    groups: dict[str, Any] = {}
+    for name, info in config.model_fields.items():
+        if name == "model":
+            continue
+        extra = typing.cast("dict[str, str]", info.json_schema_extra)
+        if extra["group"] not in groups:
+            groups[extra["group"]] = parser.add_argument_group(extra["group"])
+        details: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(config, name)}
+        kind, choices = _kind(info.annotation)
+        if kind is bool:
+            details["action"] = argparse.BooleanOptionalAction
+        elif kind is tuple:
+            details |= {"action": "append", "metavar": "TEXT"}
+        elif choices:
+            details["choices"] = choices
+        else:
+            details["metavar"] = kind.__name__.upper().replace("STR", "TEXT")
+        groups[extra["group"]].add_argument("--" + name.replace("_", "-"), **details)
+
+
+def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line gave."""
+    names = ServerConfig.model_fields
+    return {name: value for name, value in vars(namespace).items() if name in names}
+
+
+def unknown_variables() -> list[str]:
+    """STOKER_* variables that no field reads: most likely misspelt."""
+    known = {ENV_PREFIX + name.upper() for name in ServerConfig.model_fields}
+    return sorted(v for v in os.environ if v.startswith(ENV_PREFIX) and v.upper() not in known)
+
+
+def _help(config: type[EngineConfig], name: str) -> str:
+    info = config.model_fields[name]
+    text = (info.description or "").replace("%", "%%")
+    shown = info.default not in (None, (), False)
+    return f"{text} (default: {info.default})" if shown else text
+
+
+def _kind(annotation: Any) -> tuple[type, Sequence[str]]:
+    """The plain type behind an annotation, and its choices where it is a Literal."""
+    if typing.get_origin(annotation) is types.UnionType:
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is Literal:
+        return str, typing.get_args(annotation)
+    return typing.get_origin(annotation) or annotation, ()

@@ -1,0 +1,248 @@
+"""Server-sent events: the path that every streamed token takes.
+
+A chunk is built from bytes made once a stream: only the new text is encoded. A client that reads
+slowly gets fewer, larger chunks; one that falls too far behind is cut off. An idle stream gets
+comments. The 200 goes out with the first event, so that what fails before it is a plain error.
+
+Runs on: loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import orjson
+from aiohttp import web
+
+from ..engine.api.errors import EngineError, StokerError
+from .errors import stoker_object
+from .metrics import Meter
+from .serving import Server, Work, check_end
+
+if TYPE_CHECKING:
+    from ..engine import Output, Stream
+
+log = logging.getLogger(__name__)
+
+BEHIND_BYTES = 32 << 10  # unsent bytes from which on a client counts as behind
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+
+
+class ChunkEncoder:
+    """Outputs of one prompt as OpenAI chunks; counts what the usage needs as they pass.
+
+    Args:
+        envelope: the fields that all chunks share; `choices` comes after them.
+        first_index: the index of the prompt's choice 0.
+        n: how many choices the prompt has.
+        plain: the JSON of a choice that has only text, with INDEX and TEXT to fill in.
+        choices: the choices of any other output, a chunk each: (output, index, is_first).
+        is_plain: whether outputs inside a choice have only text.
+        usage: where every chunk carries the usage so far, this gives it.
+    """
+
+    def __init__(
+        self,
+        envelope: dict[str, Any],
+        first_index: int,
+        n: int,
+        plain: bytes,
+        choices: Callable[["Output", int, bool], list[dict[str, Any]]],
+        *,
+        is_plain: bool,
+        usage: Callable[[], dict[str, Any]] | None = None,
+    ):
+        self.head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":['
+        self.first_index = first_index
+        before, after = plain.split(b"TEXT")
+        indices = range(first_index, first_index + n)
+        self.before = [self.head + before.replace(b"INDEX", b"%d" % i) for i in indices]
+        self.after = after + b"]}\n\n"
+        self.choices = choices
+        self.is_plain = is_plain and usage is None
+        self.usage = usage
+        self.has_begun = [False] * n
+        self.num_output = [0] * n
+        self.num_cached = 0
+
+    def __call__(self, output: "Output") -> bytes:
+        """The events of one output; none where it brings nothing to show."""
+        i = output.choice
+        self.num_output[i] = output.num_output
+        if self.has_begun[i] and self.is_plain and not output.finish_reason:
+            if not output.text:
+                return b""
+            return self.before[i] + orjson.dumps(output.text) + self.after
+        is_first = not self.has_begun[i]
+        self.has_begun[i] = True
+        if i == 0 and is_first:
+            self.num_cached = output.num_cached
+        usage = b"" if self.usage is None else b',"usage":' + orjson.dumps(self.usage())
+        return b"".join(
+            self.head + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
+            for choice in self.choices(output, self.first_index + i, is_first)
+        )
+
+
+def merge(a: "Output", b: "Output") -> "Output":
+    """Two outputs of one choice as one: nothing is lost when a client reads slowly."""
+    logprobs = b.logprobs if a.logprobs is None else a.logprobs + (b.logprobs or ())
+    return replace(
+        b,
+        text=a.text + b.text,
+        token_ids=a.token_ids + b.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=a.prompt_logprobs,
+    )
+
+
+class EventStream:
+    """One streamed response. Use as a context manager: errors become the last event."""
+
+    def __init__(self, server: Server, request: web.Request, work: Work):
+        self.server = server
+        self.request = request
+        self.work = work
+        self.response = web.StreamResponse(headers=HEADERS)
+        self.last_write_s = asyncio.get_running_loop().time()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the 200 went out."""
+        return self.response.prepared
+
+    async def __aenter__(self) -> Self:
+        self.server.event_streams.add(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.server.event_streams.discard(self)
+        if error is None or not self.is_started:
+            return False
+        cause = self.work.cause(error)
+        if isinstance(cause, ConnectionError):
+            self.server.metrics.disconnects += 1
+            return True  # the client is gone, nobody is left to tell
+        if not isinstance(cause, Exception):
+            return False
+        if not isinstance(cause, StokerError):
+            log.error("a stream failed", exc_info=cause)
+            cause = EngineError("internal error")
+        with contextlib.suppress(ConnectionError):
+            await self.finish(b"data: " + orjson.dumps(stoker_object(cause)) + b"\n\n" + DONE)
+        return True
+
+    async def start(self) -> None:
+        """Send the headers."""
+        await self.response.prepare(self.request)
+        self.last_write_s = asyncio.get_running_loop().time()
+
+    async def send(self, data: bytes) -> None:
+        """Write whole events."""
+        if not self.is_started:
+            await self.start()
+        await self.response.write(data)
+
+    async def finish(self, data: bytes = DONE) -> None:
+        """Write the last events; a client that does not read them in time is cut off."""
+        try:
+            async with asyncio.timeout(self.server.config.stall_timeout_s):
+                await self.send(data)
+                await self.response.write_eof()
+        except TimeoutError:
+            self._cut_off("the client did not read the end of its answer")
+
+    async def pump_all(self, encoders: Sequence[Callable[["Output"], bytes]]) -> None:
+        """Send the outputs of all prompts as they come, each through its encoder."""
+        jobs = zip(self.work.streams, self.work.meters, encoders, strict=True)
+        if len(encoders) == 1:
+            for job in jobs:
+                await self.pump(*job)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(self.pump(*job))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def pump(
+        self, stream: "Stream", meter: Meter, encode: Callable[["Output"], bytes]
+    ) -> None:
+        """Send one prompt's outputs as they come.
+
+        Raises:
+            Overloaded: the engine gave the request up.
+            ConnectionError: the client went away, or was cut off because it reads too slowly.
+        """
+        clock = asyncio.get_running_loop().time
+        write = self.response.write
+        unsent_bytes = None
+        behind: dict[int, Output] = {}
+        limit = self.server.config.max_tokens_behind
+        async for output in stream:
+            meter(output)
+            if output.finish_reason:
+                check_end(output)
+            if unsent_bytes is None:
+                if not self.is_started:
+                    await self.start()
+                assert self.request.transport is not None
+                unsent_bytes = self.request.transport.get_write_buffer_size  # type: ignore[attr-defined]
+            if unsent_bytes() > BEHIND_BYTES:
+                before = behind.get(output.choice)
+                behind[output.choice] = merge(before, output) if before else output
+                if sum(len(held.token_ids) for held in behind.values()) > limit:
+                    self._cut_off(f"the client is more than {limit} tokens behind")
+                continue
+            self.last_write_s = clock()
+            if behind:
+                before = behind.pop(output.choice, None)
+                output = merge(before, output) if before else output
+                for held in behind.values():
+                    await write(encode(held))
+                behind.clear()
+            if data := encode(output):
+                await write(data)
+        if behind:
+            await self._send_late([encode(held) for held in behind.values()])
+
+    async def keep_alive(self) -> None:
+        """Send a comment if the stream has been silent for long."""
+        silent_s = asyncio.get_running_loop().time() - self.last_write_s
+        if silent_s < self.server.config.keep_alive_s:
+            return
+        transport = self.request.transport
+        if transport is None or (self.is_started and transport.get_write_buffer_size()):  # type: ignore[attr-defined]
+            return
+        self.last_write_s += silent_s
+        with contextlib.suppress(ConnectionError):  # the handler learns it by being cancelled
+            await self.send(COMMENT)
+
+    async def _send_late(self, chunks: list[bytes]) -> None:
+        try:
+            async with asyncio.timeout(self.server.config.stall_timeout_s):
+                for chunk in chunks:
+                    await self.response.write(chunk)
+        except TimeoutError:
+            self._cut_off("the client did not read its answer")
+
+    def _cut_off(self, reason: str) -> NoReturn:
+        if self.request.transport is not None:
+            self.request.transport.abort()  # type: ignore[attr-defined]
+        raise ConnectionAbortedError(reason)
