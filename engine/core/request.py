@@ -24,6 +24,7 @@ class Request:
     Attributes:
         tokens: prompt and known output, array('i').
         max_tokens: of the Add, clamped to what the context and the pool can hold.
+        limit: prompt_len + max_tokens, where it ends at the latest.
         seed: this choice's own, signed 64 bits.
         slot: 1 to max_running while it runs, 0 while it waits.
         node: the end of its prefix in the tree, locked while it runs.
@@ -41,12 +42,14 @@ class Request:
         "choice",
         "finish_reason",
         "is_published",
+        "limit",
         "max_tokens",
         "node",
         "num_cached",
         "num_shared",
         "prompt_len",
         "prompt_logprobs",
+        "request_id",
         "seed",
         "slot",
         "stop_token_ids",
@@ -56,10 +59,12 @@ class Request:
 
     def __init__(self, add: Add, choice: int, max_tokens: int):
         self.add = add
+        self.request_id = add.request_id
         self.choice = choice
         self.tokens: array = array("i", add.prompt)
         self.prompt_len = len(add.prompt)
         self.max_tokens = max_tokens
+        self.limit = self.prompt_len + max_tokens
         self.stop_token_ids = add.stop_token_ids
         self.seed = derive_seed(add.seed, choice)
         self.slot = 0
@@ -74,9 +79,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
 
     @property
-    def num_output(self) -> int:
-        """Tokens generated so far, as far as they are known here."""
-        return len(self.tokens) - self.prompt_len
+    def may_stop(self) -> bool:
+        """Whether its output is long enough for a stop token to end it."""
+        return len(self.tokens) - self.prompt_len >= self.add.params.min_tokens
 
     def known_tokens(self, start: int, end: int) -> np.ndarray:
         """A copy of the tokens [start, end), int32."""

@@ -45,7 +45,7 @@ from ..api.messages import (
 from .pages import PagePool
 from .plan import FROM_DEVICE, Admission, Logprobs, StepPlan, StepResult
 from .policy import Policy, fcfs
-from .radix import RadixTree
+from .radix import Node, RadixTree
 from .request import Request
 
 # Admission reserves (tokens still to generate, at most MAX_RESERVED) * ratio for each request. The
@@ -55,6 +55,8 @@ START_RATIO = 0.7
 FLOOR_SHARE = 0.14
 DECAY_STEPS = 600
 STEPS_AFTER_RETRACTION = 20
+
+MIN_SHARED = 256  # tokens that decode rows must share to be told to the runner
 
 
 @dataclass(slots=True)
@@ -120,7 +122,8 @@ class Scheduler:
         n = max_running + 1
         self._owners: list[Request | None] = [None] * n
         self._free_slots = list(range(max_running, 0, -1))
-        self._order = np.empty(0, np.int32)  # running slots in order of admission
+        # Running slots in order of admission; intp, by which numpy indexes fastest.
+        self._order = np.empty(0, np.intp)
         self._table = np.zeros((n, -(-max_model_len // page_size)), np.int32)
         self._serial = np.zeros(n, np.int64)  # of the admission; 0 for nobody
         self._committed = np.zeros(n, np.int32)
@@ -133,6 +136,11 @@ class Scheduler:
         self._compute_limit = np.zeros(n, np.int32)  # the last token's KV is not needed
         self._generates = np.zeros(n, np.bool_)  # False where only the prompt is computed
         self._dirty: dict[int, int] = {}  # slot to the first table index the device must learn
+
+        # The groups of the last step, and what they were computed from.
+        self._shared_groups: list[tuple[np.ndarray, int]] = []
+        self._shared_of: tuple[int, np.ndarray] = (-1, self._order)
+        self._num_moves = 0  # times that a request's node changed
 
         self._num_admissions = 0
         self._num_waiting_tokens = 0
@@ -250,7 +258,7 @@ class Scheduler:
         pages = self._take(len(short))
         self._table[short, indices] = pages
         self._capacity[short] += self.page_size
-        return decode, (short, indices, pages)
+        return decode, (short.astype(np.int32), indices, pages)
 
     def _plan_chunks(self, budget: int) -> list[tuple[int, int]]:
         """(slot, q_len) of running requests with more than a token to compute, oldest first."""
@@ -329,7 +337,8 @@ class Scheduler:
         for request in self._policy(self._waiting):
             if budget == 0 or not self._free_slots or not self._try_admit(request):
                 break
-            q_len = self._grow(request.slot, min(int(self._num_missing(request.slot)), budget))
+            num_missing = int(self._num_missing(self._order[-1:])[0])
+            q_len = self._grow(request.slot, min(num_missing, budget))
             budget -= q_len
             chunks.append((request.slot, q_len))
             admitted.append(request)
@@ -350,7 +359,7 @@ class Scheduler:
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
         length = len(request.tokens)
-        limit = request.prompt_len + request.max_tokens
+        limit = request.limit
         # One token must be left to compute, for its logits; prompt logprobs need all of them.
         is_matchable = self.use_radix and request.prompt_logprobs is None
         tokens = request.known_tokens(0, length - 1 if is_matchable else 0)
@@ -367,7 +376,7 @@ class Scheduler:
                 return False
         slot = self._free_slots.pop()
         self._owners[slot] = request
-        self._order = np.append(self._order, np.int32(slot))
+        self._order = np.append(self._order, slot)
         self._num_admissions += 1
         self._serial[slot] = self._num_admissions
         self._table[slot, : len(pages)] = pages
@@ -380,8 +389,7 @@ class Scheduler:
         self._compute_limit[slot] = max(request.prompt_len, limit - 1)
         self._generates[slot] = request.max_tokens > 0
         request.slot = slot
-        request.node = node
-        request.num_shared = num_matched
+        self._settle(request, node, num_matched)
         request.is_published = False
         if request.num_cached < 0:
             request.num_cached = num_matched
@@ -398,7 +406,7 @@ class Scheduler:
     ) -> StepPlan:
         """Write the plan down and count it as computed."""
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: those of one token join the decodes
-        slots = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.int32)])
+        slots = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.intp)])
         q_lens = np.ones(len(slots), np.int32)
         prompt_logprobs = np.full(len(slots), -1, np.int32)
         tokens = [np.where(self._pending[decode] > 0, FROM_DEVICE, self._last_token[decode])]
@@ -409,14 +417,15 @@ class Scheduler:
             start = int(self._computed[slot])
             q_lens[row] = q_len
             tokens.append(request.known_tokens(start, start + q_len))
-            if request.prompt_logprobs is not None and start < request.prompt_len - 1:
+            k = request.add.params.prompt_logprobs
+            if k is not None and request.prompt_logprobs and start < request.prompt_len - 1:
                 following = request.known_tokens(
                     start + 1, min(start + 1 + q_len, request.prompt_len)
                 )
                 score_tokens[row] = np.full(q_len, -1, np.int32)
                 score_tokens[row][: len(following)] = following
                 score_starts[row] = start
-                prompt_logprobs[row] = request.add.params.prompt_logprobs
+                prompt_logprobs[row] = k
 
         kv_lens = self._computed[slots] + q_lens
         samples = (kv_lens == self._length[slots]) & self._generates[slots]
@@ -424,7 +433,7 @@ class Scheduler:
         self._length[slots] += samples
         self._pending[slots] += samples
 
-        entries = [new_pages]
+        entries: list[tuple[np.ndarray, ...]] = [new_pages]
         for slot, first in self._dirty.items():
             indices = np.arange(first, self._capacity[slot] // self.page_size, dtype=np.int32)
             entries.append((np.full_like(indices, slot), indices, self._table[slot, indices]))
@@ -436,7 +445,7 @@ class Scheduler:
         self._num_steps += 1
         plan = StepPlan(
             step=self._num_steps,
-            slots=slots,
+            slots=slots.astype(np.int32),
             q_lens=q_lens,
             kv_lens=kv_lens,
             num_decode_rows=len(decode) + sum(q_len == 1 for _, q_len in chunks),
@@ -448,6 +457,7 @@ class Scheduler:
             page_ids=page_ids,
             score_tokens=score_tokens,
             admitted=admitted,
+            shared_groups=self._share(decode),
         )
         self._batch_tokens = plan.num_tokens
         requests = [self._owner(slot) for slot in slots.tolist()]
@@ -455,6 +465,36 @@ class Scheduler:
             _Step(plan.step, slots, self._serial[slots], requests, kv_lens, samples, score_starts)
         )
         return plan
+
+    def _share(self, decode: np.ndarray) -> list[tuple[np.ndarray, int]]:
+        """Decode rows that begin with the same MIN_SHARED or more cached tokens, by group."""
+        moves, slots = self._shared_of
+        if moves == self._num_moves and np.array_equal(slots, decode):
+            return self._shared_groups
+        # All that share MIN_SHARED tokens have one node in common, that of the last of these.
+        groups: dict[Node, list[int]] = {}
+        counts: dict[Node, int] = {}
+        for row, slot in enumerate(decode.tolist()):
+            request = self._owner(slot)
+            start, node = request.num_shared, request.node
+            while node is not None and start >= MIN_SHARED:
+                counts[node] = counts.get(node, 0) + 1
+                start -= len(node.tokens)
+                if start < MIN_SHARED:
+                    groups.setdefault(node, []).append(row)
+                node = node.parent
+        self._shared_groups = []
+        for rows in groups.values():
+            if len(rows) > 1:
+                # Up from one row's node to the first that all rows have.
+                request = self._owner(int(decode[rows[0]]))
+                shared, node = request.num_shared, request.node
+                while node is not None and counts[node] < len(rows):
+                    shared -= len(node.tokens)
+                    node = node.parent
+                self._shared_groups.append((np.array(rows, np.int32), shared))
+        self._shared_of = self._num_moves, decode
+        return self._shared_groups
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -468,42 +508,42 @@ class Scheduler:
         # or were retracted and wait: those still get their token.
         is_live = self._serial[step.slots] == step.serials
         self._committed[step.slots[is_live]] = step.kv_lens[is_live]
-        is_sampled = is_live & step.samples
-        slots = step.slots[is_sampled]
+        is_new = is_live & step.samples
+        slots = step.slots[is_new]
         self._pending[slots] -= 1
-        self._last_token[slots] = result.tokens[is_sampled]
+        self._last_token[slots] = result.tokens[is_new]
 
         facts = self._facts
         num_generated = 0
         finite = result.is_finite.tolist()
         sampled = result.tokens.tolist()
         samples = step.samples.tolist()
-        for row, request in enumerate(step.requests):
+        rows = zip(step.requests, sampled, samples, finite, strict=True)
+        for row, (request, token, is_sampled, is_finite) in enumerate(rows):
             if request.finish_reason is not None:
                 continue
-            if not finite[row]:
+            if not is_finite:
                 self._refuse(request, "the model gave no finite value for this request")
                 continue
             if not request.is_published:
                 self._commit_prompt(request, step, row, result)
-            if not samples[row]:
+            if not is_sampled:
                 continue
-            token = sampled[row]
-            request.tokens.append(token)
+            tokens = request.tokens
+            tokens.append(token)
             num_generated += 1
-            num_output = request.num_output
             reason: FinishReason | None = None
             stop_token_id = None
-            if token in request.stop_token_ids and num_output >= request.add.params.min_tokens:
+            if token in request.stop_token_ids and request.may_stop:
                 reason, stop_token_id = "stop", token
-            elif num_output >= request.max_tokens:
+            elif len(tokens) >= request.limit:
                 reason = "length"
             logprobs = prompt_logprobs = None
             if request.wants_logprobs:
                 logprobs, prompt_logprobs = _logprobs_of(request, result, row)
             facts.append(
                 Tokens(
-                    request.add.request_id,
+                    request.request_id,
                     request.choice,
                     (token,),
                     logprobs,
@@ -538,7 +578,7 @@ class Scheduler:
             prompt_logprobs = _take_prompt_logprobs(request)
             self._facts.append(
                 Tokens(
-                    request.add.request_id,
+                    request.request_id,
                     request.choice,
                     (),
                     finish_reason="length",
@@ -564,22 +604,21 @@ class Scheduler:
                 self._touch_table(slot, first)
             self.tree.lock(node)
             self._unlock(request)
-            request.node = node
-            request.num_shared = end
-        self._enqueue(self._siblings.pop(request.add.request_id, []), front=True)
+            self._settle(request, node, end)
+        self._enqueue(self._siblings.pop(request.request_id, []), front=True)
 
     # ---- ends --------------------------------------------------------------------------------
 
     def _refuse(self, request: Request, message: str) -> None:
         """End one choice with an error of ours. Nothing of it since its last publish is cached."""
         error: StokerError = EngineError(message)
-        self._facts.append(Refused(request.add.request_id, error, request.choice))
+        self._facts.append(Refused(request.request_id, error, request.choice))
         self._end(request, "error", keep_prefix=False)
 
     def _end(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
         """End a request in whatever state it is."""
         request.finish_reason = reason
-        request_id = request.add.request_id
+        request_id = request.request_id
         choices = self._requests[request_id]
         choices.remove(request)
         if not choices:
@@ -613,8 +652,7 @@ class Scheduler:
         else:
             self.pool.release(pages[shared // size :])
         self._unlock(request)
-        request.node = None
-        request.num_shared = 0
+        self._settle(request, None, 0)
         request.is_published = False
         request.slot = 0
         self._owners[slot] = None
@@ -622,6 +660,11 @@ class Scheduler:
         self._dirty.pop(slot, None)
         self._order = self._order[self._order != slot]
         self._free_slots.append(slot)
+
+    def _settle(self, request: Request, node: Node | None, num_shared: int) -> None:
+        request.node = node
+        request.num_shared = num_shared
+        self._num_moves += 1
 
     def _unlock(self, request: Request) -> None:
         assert request.node is not None
@@ -669,7 +712,7 @@ class Scheduler:
         num_locks: dict[int, int] = {}
         for slot in self._order.tolist():
             request = self._owner(slot)
-            name = f"request {request.add.request_id}.{request.choice}"
+            name = f"request {request.request_id}.{request.choice}"
             assert request.slot == slot, f"{name}: in slot {slot}, thinks {request.slot}"
             shared = request.num_shared // size
             pages = self._table[slot, : self._capacity[slot] // size]
