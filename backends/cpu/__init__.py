@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .native_ops import NativeOps
 from .torch_ops import TorchOps
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def runtime() -> CpuRuntime:
 
 def providers() -> list[Provider]:
     """Best first."""
-    return [TorchOps()]
+    return [NativeOps(), TorchOps()]
 
 
 def _cpu_features() -> frozenset[str]:

@@ -1,0 +1,950 @@
+// The CPU's kernels: packed linears, norms, rotary embedding, paged attention, sampling.
+//
+// A plain C interface that ctypes calls (native_ops.py holds the other side). Everything is
+// templated on the element type, bf16 or float. A row of elements is read as 32-bit words: a word
+// holds two bf16 or one float, and one multiply-add takes 16 words times one broadcast word. So one
+// set of loops serves both types.
+//
+// Determinism: a result is summed in an order that depends on its own row alone, never on the
+// other rows, the threads or the chunks a prompt was cut into.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+// GCC 12 sees uninitialized values in its own intrinsics (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+
+#ifndef __AVX512F__
+#error "these kernels need AVX-512"
+#endif
+
+namespace {
+
+constexpr int LANES = 16;  // 32-bit words in a vector
+using Vec = __m512;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// ---- Elements -----------------------------------------------------------------------------------
+
+template <class T>
+constexpr int PER_WORD = 4 / sizeof(T);
+
+inline __mmask16 tail(int64_t n) {
+  return n >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1);
+}
+
+inline Vec widen(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+inline __m256i narrow(Vec x) {  // to bf16, to nearest even; a NaN stays one
+#ifdef __AVX512BF16__
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+#else
+  __m512i u = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7FC00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
+inline Vec load(const float* p, __mmask16 m = 0xFFFF) { return _mm512_maskz_loadu_ps(m, p); }
+inline Vec load(const bf16* p, __mmask16 m = 0xFFFF) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
+inline void store(float* p, Vec x, __mmask16 m = 0xFFFF) { _mm512_mask_storeu_ps(p, m, x); }
+inline void store(bf16* p, Vec x, __mmask16 m = 0xFFFF) { _mm256_mask_storeu_epi16(p, m, narrow(x)); }
+
+// acc + the products of 16 words of `a` with the words of `b`.
+template <class T>
+inline Vec multiply_add(Vec acc, Vec a, Vec b);
+
+template <>
+inline Vec multiply_add<float>(Vec acc, Vec a, Vec b) {
+  return _mm512_fmadd_ps(a, b, acc);
+}
+
+template <>
+inline Vec multiply_add<bf16>(Vec acc, Vec a, Vec b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+  const Vec high = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
+  auto low = [](Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); };
+  acc = _mm512_fmadd_ps(low(a), low(b), acc);
+  return _mm512_fmadd_ps(_mm512_and_ps(a, high), _mm512_and_ps(b, high), acc);
+#endif
+}
+
+inline Vec broadcast_word(const void* p) {  // may be unaligned
+  float word;
+  std::memcpy(&word, p, 4);
+  return _mm512_set1_ps(word);
+}
+
+// e^x for x <= 88, NaN for NaN; relative error below 2e-7 (Cody and Waite's reduction).
+inline Vec exponential(Vec x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x);  // the second operand is returned for NaN
+  Vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+  Vec r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+  Vec p = _mm512_set1_ps(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, n);
+}
+
+inline Vec sigmoid(Vec x) {
+  Vec one = _mm512_set1_ps(1.0f);
+  x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), x));
+  return _mm512_div_ps(one, _mm512_add_ps(one, exponential(x)));
+}
+
+inline float exponential(float x) { return _mm512_cvtss_f32(exponential(_mm512_set1_ps(x))); }
+
+// ---- The one matrix product ---------------------------------------------------------------------
+
+// acc[r][v] += sum over k of a[r][word k] * b[k * b_step + 16 v .. + 16].
+template <class T, int ROWS, int VECS>
+[[gnu::always_inline]] inline void multiply(Vec (&acc)[ROWS][VECS], const T* a, int64_t a_stride,
+                                            const uint32_t* b, int64_t b_step, int64_t words,
+                                            int prefetch_words = 0) {
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < words; ++k, b += b_step) {
+    Vec column[VECS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) {
+      if (prefetch_words)
+        _mm_prefetch(reinterpret_cast<const char*>(b + v * LANES + prefetch_words), _MM_HINT_T0);
+      column[v] = _mm512_loadu_ps(b + v * LANES);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+      Vec word = broadcast_word(a + r * a_stride + k * PER_WORD<T>);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add<T>(acc[r][v], column[v], word);
+    }
+  }
+}
+
+// Calls f with the number of rows, 1 to MAX, as a constant.
+template <int MAX, class F>
+[[gnu::always_inline]] inline void with_rows(int64_t rows, F&& f) {
+  if constexpr (MAX > 1) {
+    if (rows < MAX) return with_rows<MAX - 1>(rows, f);
+  }
+  f(std::integral_constant<int, MAX>{});
+}
+
+
+// ---- Linear -------------------------------------------------------------------------------------
+//
+// A packed weight is a list of panels of 32 output columns; a panel holds, for each word of the
+// input, the 32 columns' words: [out / 32][words][32]. So a thread reads one stream at one row,
+// and at many rows a panel stays in the L2 cache while tiles of up to 12 rows pass over it.
+
+constexpr int PANEL = 32;
+constexpr int MAX_TILE = 12;
+constexpr int64_t BLOCK_BYTES = 384 << 10;  // of x, beside a panel in L2
+
+template <class T, class Out>
+void linear(const T* x, int64_t x_stride, int64_t num_tokens, const uint32_t* packed, const T* bias,
+            int64_t num_in, int64_t num_out, Out* out) {
+  const int64_t words = num_in / PER_WORD<T>;
+  const int64_t num_panels = (num_out + PANEL - 1) / PANEL;
+  const int64_t num_tiles = (num_tokens + MAX_TILE - 1) / MAX_TILE;
+  const int64_t block_tiles =
+      std::max<int64_t>(1, BLOCK_BYTES / (MAX_TILE * num_in * static_cast<int64_t>(sizeof(T))));
+  for (int64_t first_tile = 0; first_tile < num_tiles; first_tile += block_tiles) {
+    const int64_t last_tile = std::min(num_tiles, first_tile + block_tiles);
+#pragma omp parallel for schedule(dynamic, 3)
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const int64_t column = p * PANEL, num_columns = std::min<int64_t>(PANEL, num_out - column);
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        const int64_t begin = num_tokens * tile / num_tiles;
+        const int64_t end = num_tokens * (tile + 1) / num_tiles;
+        with_rows<MAX_TILE>(end - begin, [&](auto rows) {
+          constexpr int ROWS = rows;
+          Vec acc[ROWS][2];
+          multiply<T>(acc, x + begin * x_stride, x_stride, packed + p * words * PANEL, PANEL, words,
+                      ROWS <= 4 ? 1024 : 0);
+          for (int v = 0; v < 2 && v * LANES < num_columns; ++v) {
+            const __mmask16 m = tail(num_columns - v * LANES);
+            const int64_t at = column + v * LANES;
+            const Vec b = bias ? load(bias + at, m) : _mm512_setzero_ps();
+            for (int r = 0; r < ROWS; ++r)
+              store(out + (begin + r) * num_out + at, _mm512_add_ps(acc[r][v], b), m);
+          }
+        });
+      }
+    }
+  }
+}
+
+template <class T>
+void pack(const T* weight, int64_t num_in, int64_t num_out, uint32_t* packed) {
+  const int64_t words = num_in / PER_WORD<T>;
+  const int64_t num_panels = (num_out + PANEL - 1) / PANEL;
+#pragma omp parallel for
+  for (int64_t p = 0; p < num_panels; ++p)
+    for (int64_t c = 0; c < PANEL; ++c) {
+      const int64_t column = p * PANEL + c;
+      for (int64_t k = 0; k < words; ++k) {
+        uint32_t word = 0;
+        if (column < num_out) std::memcpy(&word, weight + column * num_in + k * PER_WORD<T>, 4);
+        packed[(p * words + k) * PANEL + c] = word;
+      }
+    }
+}
+
+// ---- Norms, activations, rotary embedding -------------------------------------------------------
+
+// Below this many elements a second thread costs more than it saves.
+constexpr int64_t NORM_GRAIN = 1 << 15, ACTIVATION_GRAIN = 1 << 13;
+
+// The weight of a norm: of the activations' type, or float32.
+struct Weight {
+  const void* data;
+  bool is_f32;
+};
+
+template <class T>
+inline Vec load(const Weight& w, int64_t i, __mmask16 m) {
+  return w.is_f32 ? load(static_cast<const float*>(w.data) + i, m)
+                  : load(static_cast<const T*>(w.data) + i, m);
+}
+
+template <class T, class Out>
+inline void norm_row(const T* x, const Weight& weight, int64_t n, float eps, Out* out) {
+  Vec sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += LANES) {
+    Vec v = load(x + i, tail(n - i));
+    sum = _mm512_fmadd_ps(v, v, sum);
+  }
+  const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps));
+  for (int64_t i = 0; i < n; i += LANES) {
+    const __mmask16 m = tail(n - i);
+    Vec v = _mm512_mul_ps(load(x + i, m), scale);
+    store(out + i, _mm512_mul_ps(v, load<T>(weight, i, m)), m);
+  }
+}
+
+// residual, where given, becomes residual + x and is what is normed.
+template <class T>
+void rms_norm(const T* x, int64_t x_stride, T* residual, const Weight& weight, int64_t num_rows,
+              int64_t n, float eps, T* out) {
+#pragma omp parallel for if (num_rows * n > NORM_GRAIN)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T* from = x + row * x_stride;
+    if (residual) {
+      T* sum = residual + row * n;
+      for (int64_t i = 0; i < n; i += LANES) {
+        const __mmask16 m = tail(n - i);
+        store(sum + i, _mm512_add_ps(load(from + i, m), load(sum + i, m)), m);
+      }
+      from = sum;
+    }
+    norm_row(from, weight, n, eps, out + row * n);
+  }
+}
+
+template <class T, bool GELU>
+void gated_activation(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, T* out) {
+#pragma omp parallel for if (num_rows * n > ACTIVATION_GRAIN)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T *gate = x + row * x_stride, *up = gate + n;
+    for (int64_t i = 0; i < n; i += LANES) {
+      const __mmask16 m = tail(n - i);
+      Vec g = load(gate + i, m), inner = g;
+      if (GELU) {  // tanh(u) = 2 sigmoid(2 u) - 1
+        Vec cubic = _mm512_fmadd_ps(_mm512_mul_ps(g, g), _mm512_set1_ps(0.044715f),
+                                    _mm512_set1_ps(1.0f));
+        inner = _mm512_mul_ps(_mm512_mul_ps(g, cubic), _mm512_set1_ps(2 * 0.7978845608f));
+      }
+      Vec y = _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(inner)), load(up + i, m));
+      store(out + row * n + i, y, m);
+    }
+  }
+}
+
+constexpr int MAX_HEAD_DIM = 512;
+
+struct RopeTable {
+  const float* cos_sin;  // [max_positions, rotary_dim], null for none
+  int64_t rotary_dim;
+  int32_t interleaved;
+};
+
+inline void rotate(float* x, const RopeTable& rope, int64_t position) {
+  const int64_t half = rope.rotary_dim / 2;
+  const float *cos = rope.cos_sin + position * rope.rotary_dim, *sin = cos + half;
+  if (rope.interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < half; i += LANES) {
+    const __mmask16 m = tail(half - i);
+    const Vec a = load(x + i, m), b = load(x + half + i, m);
+    const Vec c = load(cos + i, m), s = load(sin + i, m);
+    store(x + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), m);
+    store(x + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), m);
+  }
+}
+
+// What does not change from call to call of a layer; native_ops.py has its twin.
+struct Layer {
+  int64_t num_heads, num_kv_heads, head_dim, window;  // window 0 sees all
+  float scale, softcap;                               // softcap 0 for none
+  const float* sinks;
+  RopeTable rope;
+  Weight q_norm, k_norm;
+  float eps;
+};
+
+// q is normed and rotated in place; k and v go to the cache.
+template <class T>
+void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positions,
+               const int64_t* out_slots, const Layer& layer, T* k_cache, T* v_cache) {
+  const int64_t dim = layer.head_dim, kv_width = layer.num_kv_heads * dim;
+  const int64_t num_rotated = layer.num_heads + layer.num_kv_heads;
+#pragma omp parallel for if (num_tokens * stride > NORM_GRAIN)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    T* row = qkv + token * stride;
+    const int64_t slot = out_slots[token];
+    for (int64_t head = 0; head < num_rotated; ++head) {
+      const bool is_query = head < layer.num_heads;
+      if (!is_query && slot < 0) break;
+      T* x = row + head * dim;
+      float wide[MAX_HEAD_DIM];
+      const Weight& norm = is_query ? layer.q_norm : layer.k_norm;
+      if (norm.data) {
+        norm_row(x, norm, dim, layer.eps, wide);
+      } else {
+        for (int64_t i = 0; i < dim; i += LANES)
+          store(wide + i, load(x + i, tail(dim - i)), tail(dim - i));
+      }
+      if (layer.rope.cos_sin) rotate(wide, layer.rope, positions[token]);
+      T* to = is_query ? x : k_cache + slot * kv_width + (head - layer.num_heads) * dim;
+      for (int64_t i = 0; i < dim; i += LANES)
+        store(to + i, load(wide + i, tail(dim - i)), tail(dim - i));
+    }
+    if (slot >= 0)
+      std::memcpy(v_cache + slot * kv_width, row + num_rotated * dim, kv_width * sizeof(T));
+  }
+}
+
+// ---- Attention ----------------------------------------------------------------------------------
+//
+// A context is cut into splits of 256 keys at fixed positions. In a split, the query heads that
+// share a kv head, of up to `MAX_QUERY_ROWS / group` tokens, are the rows of two small products:
+// scores = q k^T, then p v. Splits are merged in order, so decode gives the bits that prefill gave,
+// whether the splits of a long context ran on one thread or on many.
+
+constexpr int SPLIT = 256;
+constexpr int GROUP = 64;  // keys side by side in the packed keys
+constexpr int64_t MAX_QUERY_ROWS = 96;
+constexpr int ROW_TILE = 6;
+constexpr int64_t ATTENTION_GRAIN = 1000;  // keys times kv heads
+
+// Who is in the batch; native_ops.py has its twin.
+struct Batch {
+  int64_t num_rows, page_size, table_stride;
+  const int32_t *qo_indptr, *kv_lens, *slots, *block_table;
+  const uint8_t* tree_mask;  // null is causal
+};
+
+struct Task {
+  int64_t row, kv_head;
+  int64_t begin, num_tokens;  // new tokens, counted from the row's first
+  int64_t mask_begin;         // of the row, in tree_mask
+  int64_t split;              // -1: all of them
+  float* partial;             // where a single split's state goes
+};
+
+// Softmax in progress, of `rows` query rows: maximum, sum and output of each.
+struct State {
+  float *max, *sum, *out;
+};
+
+inline State state_at(float* data, int64_t rows) { return {data, data + rows, data + 2 * rows}; }
+
+// 16 rows of 16 words become 16 columns.
+inline void transpose(Vec (&x)[16]) {
+  Vec t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88);
+    const Vec b = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xDD);
+    const Vec c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88);
+    const Vec d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xDD);
+    t[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+    t[i + 8] = _mm512_shuffle_f32x4(a, c, 0xDD);
+    t[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    t[i + 12] = _mm512_shuffle_f32x4(b, d, 0xDD);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = t[i];
+}
+
+// Keys of one split as [group of 64][words][64]; those past the last are zero.
+template <class T>
+void pack_keys(const T* const* keys, int num_keys, int64_t words, uint32_t* packed) {
+  for (int first = 0; first < num_keys; first += LANES) {
+    uint32_t* to = packed + first / GROUP * words * GROUP + first % GROUP;
+    for (int64_t k = 0; k < words; k += LANES) {
+      const __mmask16 m = tail(words - k);
+      Vec x[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i)
+        x[i] = first + i < num_keys
+                   ? _mm512_maskz_loadu_ps(m, reinterpret_cast<const float*>(keys[first + i]) + k)
+                   : _mm512_setzero_ps();
+      transpose(x);
+      const int count = static_cast<int>(std::min<int64_t>(LANES, words - k));
+      for (int i = 0; i < count; ++i) _mm512_storeu_ps(to + (k + i) * GROUP, x[i]);
+    }
+  }
+}
+
+// Values as [keys / per word][head_dim] words.
+inline void pack_values(const float* const* values, int num_keys, int64_t dim, uint32_t* packed) {
+  for (int i = 0; i < num_keys; ++i) std::memcpy(packed + i * dim, values[i], dim * 4);
+}
+
+inline void pack_values(const bf16* const* values, int num_keys, int64_t dim, uint32_t* packed) {
+  for (int i = 0; i < num_keys; i += 2)
+    for (int64_t d = 0; d < dim; d += LANES) {
+      auto half = [&](int key) {
+        if (key >= num_keys) return _mm512_setzero_si512();
+        return _mm512_cvtepu16_epi32(
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values[key] + d)));
+      };
+      const __m512i word = _mm512_or_si512(half(i), _mm512_slli_epi32(half(i + 1), 16));
+      _mm512_storeu_si512(packed + i / 2 * dim + d, word);
+    }
+}
+
+// One row's scores become probabilities of type T, in place; returns their maximum and sum.
+struct Visible {
+  int64_t first, last;      // positions of the keys that the row may see
+  const uint8_t* tree;      // or null; indexed by position
+};
+
+template <class T>
+void softmax_row(float* scores, int64_t position, int num_keys, const Layer& layer,
+                 const Visible& visible, float* max_out, float* sum_out) {
+  const Vec infinity = _mm512_set1_ps(INFINITY), scale = _mm512_set1_ps(layer.scale);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  Vec max = _mm512_sub_ps(_mm512_setzero_ps(), infinity);
+  const Vec lowest = max;
+  for (int i = 0; i < num_keys; i += LANES) {
+    Vec s = _mm512_mul_ps(load(scores + i), scale);
+    if (layer.softcap != 0) {
+      const Vec cap = _mm512_set1_ps(layer.softcap), two = _mm512_set1_ps(2.0f);
+      const Vec t = sigmoid(_mm512_div_ps(_mm512_mul_ps(s, two), cap));
+      s = _mm512_mul_ps(cap, _mm512_fmsub_ps(t, two, _mm512_set1_ps(1.0f)));
+    }
+    const int64_t at = position + i;
+    if (at < visible.first || at + LANES - 1 > visible.last || visible.tree) {
+      const __m512i low = _mm512_set1_epi32(static_cast<int>(visible.first - at));
+      const __m512i high = _mm512_set1_epi32(static_cast<int>(visible.last - at));
+      __mmask16 m = _mm512_cmpge_epi32_mask(lanes, low) & _mm512_cmple_epi32_mask(lanes, high);
+      if (visible.tree) {
+        const __m128i bytes = _mm_maskz_loadu_epi8(m, visible.tree + at);
+        m = _mm_test_epi8_mask(bytes, bytes);
+      }
+      s = _mm512_mask_blend_ps(m, lowest, s);
+    }
+    store(scores + i, s);
+    max = _mm512_max_ps(max, s);
+  }
+  const float row_max = _mm512_reduce_max_ps(max);
+  // Where nothing is visible, every e^(-inf - 0) is 0.
+  const Vec shift = _mm512_set1_ps(row_max == -INFINITY ? 0.0f : row_max);
+  T* p = reinterpret_cast<T*>(scores);
+  Vec sum = _mm512_setzero_ps();
+  for (int i = 0; i < num_keys; i += LANES) {
+    store(p + i, exponential(_mm512_sub_ps(load(scores + i), shift)));
+    sum = _mm512_add_ps(sum, load(p + i));  // as rounded
+  }
+  *max_out = row_max;
+  *sum_out = _mm512_reduce_add_ps(sum);
+}
+
+// Joins the softmax of the next split to that of the splits before it.
+inline void merge(State& state, const State& next, int64_t rows, int64_t dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (next.max[r] == -INFINITY) continue;
+    const float max = std::max(state.max[r], next.max[r]);
+    const float a = exponential(state.max[r] - max), b = exponential(next.max[r] - max);
+    state.max[r] = max;
+    state.sum[r] = state.sum[r] * a + next.sum[r] * b;
+    float *to = state.out + r * dim, *from = next.out + r * dim;
+    for (int64_t d = 0; d < dim; d += LANES) {
+      Vec x = _mm512_mul_ps(load(to + d), _mm512_set1_ps(a));
+      store(to + d, _mm512_fmadd_ps(load(from + d), _mm512_set1_ps(b), x));
+    }
+  }
+}
+
+// A thread's working memory, kept from call to call.
+struct Scratch {
+  std::vector<uint32_t> queries, keys, values;
+  std::vector<float> scores, state, next;
+  const void *key_rows[SPLIT], *value_rows[SPLIT];
+};
+
+template <class T>
+class Attention {
+ public:
+  Attention(const Batch& batch, const Layer& layer, const T* q, int64_t q_stride, const T* k,
+            const T* v, T* out)
+      : batch_(batch), layer_(layer), q_(q), q_stride_(q_stride), k_(k), v_(v), out_(out),
+        group_(layer.num_heads / layer.num_kv_heads), dim_(layer.head_dim) {}
+
+  void run() {
+    static thread_local std::vector<Task> own_tasks, own_merges;
+    static thread_local std::vector<float> partials;
+    // The team must see this thread's lists, not its members' own.
+    std::vector<Task>&tasks = own_tasks, &merges = own_merges;
+    const int64_t work = plan(tasks, merges, partials);
+#pragma omp parallel if (work > ATTENTION_GRAIN)
+    {
+      static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < tasks.size(); ++i) compute(tasks[i], scratch);
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < merges.size(); ++i) join(merges[i]);
+    }
+  }
+
+ private:
+  // The first and last split that some of the tokens see.
+  std::pair<int64_t, int64_t> splits(int64_t first_position, int64_t last_position) const {
+    int64_t first = layer_.window ? std::max<int64_t>(0, first_position - layer_.window + 1) : 0;
+    return {first / SPLIT, last_position / SPLIT};
+  }
+
+  int64_t state_size() const { return group_ * (dim_ + 2); }
+
+  // Decode rows longer than a split become a task a split, with a merge after them.
+  int64_t plan(std::vector<Task>& tasks, std::vector<Task>& merges,
+               std::vector<float>& partials) const {
+    tasks.clear();
+    merges.clear();
+    int64_t work = 0;
+    const int64_t tile = std::max<int64_t>(1, MAX_QUERY_ROWS / group_);
+    int64_t mask_begin = 0, num_partials = 0;
+    for (int64_t row = 0; row < batch_.num_rows; ++row) {
+      const int64_t q_len = batch_.qo_indptr[row + 1] - batch_.qo_indptr[row];
+      const int64_t kv_len = batch_.kv_lens[row];
+      if (q_len == 0 || kv_len == 0) continue;
+      work += q_len * kv_len * layer_.num_kv_heads;
+      const auto [first, last] = splits(kv_len - 1, kv_len - 1);
+      for (int64_t head = 0; head < layer_.num_kv_heads; ++head) {
+        if (q_len == 1 && first < last) {
+          merges.push_back({row, head, 0, 1, mask_begin, num_partials, nullptr});
+          for (int64_t s = first; s <= last; ++s, ++num_partials)
+            tasks.push_back({row, head, 0, 1, mask_begin, s, nullptr});
+          continue;
+        }
+        for (int64_t end = q_len; end > 0; end -= tile) {
+          const int64_t begin = std::max<int64_t>(0, end - tile);
+          tasks.push_back({row, head, begin, end - begin, mask_begin, -1, nullptr});
+        }
+      }
+      mask_begin += q_len * kv_len;
+    }
+    partials.resize(num_partials * state_size());
+    float* next = partials.data();
+    for (Task& task : merges) task.partial = partials.data() + task.split * state_size();
+    for (Task& task : tasks)
+      if (task.split >= 0) {
+        task.partial = next;
+        next += state_size();
+      }
+    return work;
+  }
+
+  void compute(const Task& task, Scratch& scratch) const {
+    const int64_t rows = task.num_tokens * group_, words = dim_ / PER_WORD<T>;
+    const int64_t width = rows * (dim_ + 2);
+    scratch.queries.resize(rows * words);
+    scratch.keys.resize(SPLIT * words);
+    scratch.values.resize(SPLIT * dim_ / PER_WORD<T>);
+    scratch.scores.resize(rows * SPLIT);
+    scratch.state.resize(width);
+    scratch.next.resize(width);
+    for (int64_t t = 0; t < task.num_tokens; ++t)
+      std::memcpy(&scratch.queries[t * group_ * words], query(task, t), group_ * words * 4);
+    if (task.split >= 0) {
+      State state = state_at(task.partial, rows);
+      compute_split(task, task.split, state, scratch);
+      return;
+    }
+    State state = state_at(scratch.state.data(), rows), next = state_at(scratch.next.data(), rows);
+    const int64_t begin = position(task, 0), end = position(task, task.num_tokens - 1);
+    const auto [first, last] = splits(begin, batch_.tree_mask ? kv_len(task) - 1 : end);
+    compute_split(task, first, state, scratch);
+    for (int64_t s = first + 1; s <= last; ++s) {
+      compute_split(task, s, next, scratch);
+      merge(state, next, rows, dim_);
+    }
+    finish(task, state);
+  }
+
+  void join(const Task& task) const {
+    const int64_t last_position = kv_len(task) - 1;
+    const auto [first, last] = splits(last_position, last_position);
+    State state = state_at(task.partial, group_);
+    for (int64_t s = first + 1; s <= last; ++s)
+      merge(state, state_at(task.partial + (s - first) * state_size(), group_), group_, dim_);
+    finish(task, state);
+  }
+
+  // Softmax and output of the task's query rows over one split.
+  void compute_split(const Task& task, int64_t split, State& state, Scratch& scratch) const {
+    const int64_t rows = task.num_tokens * group_, words = dim_ / PER_WORD<T>;
+    const int64_t last = batch_.tree_mask ? kv_len(task) - 1 : position(task, task.num_tokens - 1);
+    int64_t begin = split * SPLIT;
+    const int64_t end = std::min(begin + SPLIT, last + 1);
+    if (layer_.window) {  // skip what no row sees, in whole vectors
+      const int64_t seen = position(task, 0) - layer_.window + 1;
+      begin = std::max(begin, seen & ~int64_t{LANES - 1});
+    }
+    const int num_keys = static_cast<int>(end - begin);
+    const int padded = (num_keys + LANES - 1) / LANES * LANES;
+    gather(task, begin, num_keys, scratch);
+    pack_keys(reinterpret_cast<const T* const*>(scratch.key_rows), num_keys, words,
+              scratch.keys.data());
+    pack_values(reinterpret_cast<const T* const*>(scratch.value_rows), num_keys, dim_,
+                scratch.values.data());
+
+    for (int64_t r = 0; r < rows; r += ROW_TILE)
+      with_rows<ROW_TILE>(std::min<int64_t>(ROW_TILE, rows - r), [&](auto constant) {
+        constexpr int ROWS = constant;
+        const T* q = reinterpret_cast<const T*>(&scratch.queries[r * words]);
+        for (int first = 0; first < padded; first += GROUP) {
+          Vec acc[ROWS][GROUP / LANES];
+          multiply<T>(acc, q, dim_, scratch.keys.data() + first * words, GROUP, words);
+          for (int i = 0; i < ROWS; ++i)
+            for (int v = 0; v < GROUP / LANES; ++v)
+              store(&scratch.scores[(r + i) * SPLIT + first + v * LANES], acc[i][v]);
+        }
+      });
+    for (int64_t r = 0; r < rows; ++r) {
+      Visible visible{0, position(task, r / group_), nullptr};
+      if (layer_.window) visible.first = std::max<int64_t>(0, visible.last - layer_.window + 1);
+      if (batch_.tree_mask) {
+        visible.last = kv_len(task) - 1;
+        visible.tree =
+            batch_.tree_mask + task.mask_begin + (task.begin + r / group_) * kv_len(task);
+      }
+      softmax_row<T>(&scratch.scores[r * SPLIT], begin, padded, layer_, visible, &state.max[r],
+                     &state.sum[r]);
+    }
+    const int64_t steps = (num_keys + PER_WORD<T> - 1) / PER_WORD<T>;
+    for (int64_t r = 0; r < rows; r += ROW_TILE)
+      with_rows<ROW_TILE>(std::min<int64_t>(ROW_TILE, rows - r), [&](auto constant) {
+        constexpr int ROWS = constant;
+        const T* p = reinterpret_cast<const T*>(&scratch.scores[r * SPLIT]);
+        const int64_t p_stride = SPLIT * 4 / sizeof(T);
+        int64_t d = 0;
+        for (; d + GROUP <= dim_; d += GROUP)
+          weigh<ROWS, GROUP / LANES>(p, p_stride, scratch, d, steps, state.out + r * dim_);
+        for (; d < dim_; d += LANES)
+          weigh<ROWS, 1>(p, p_stride, scratch, d, steps, state.out + r * dim_);
+      });
+  }
+
+  template <int ROWS, int VECS>
+  void weigh(const T* p, int64_t p_stride, const Scratch& scratch, int64_t d, int64_t steps,
+             float* out) const {
+    Vec acc[ROWS][VECS];
+    multiply<T>(acc, p, p_stride, scratch.values.data() + d, dim_, steps);
+    for (int i = 0; i < ROWS; ++i)
+      for (int v = 0; v < VECS; ++v) store(out + i * dim_ + d + v * LANES, acc[i][v]);
+  }
+
+  void gather(const Task& task, int64_t begin, int num_keys, Scratch& scratch) const {
+    const int32_t* table = batch_.block_table + batch_.slots[task.row] * batch_.table_stride;
+    const int64_t token_width = layer_.num_kv_heads * dim_, head = task.kv_head * dim_;
+    int64_t page = begin / batch_.page_size, offset = begin % batch_.page_size;
+    for (int i = 0; i < num_keys; ++i) {
+      const int64_t slot = table[page] * batch_.page_size + offset;
+      scratch.key_rows[i] = k_ + slot * token_width + head;
+      scratch.value_rows[i] = v_ + slot * token_width + head;
+      if (++offset == batch_.page_size) {
+        offset = 0;
+        ++page;
+      }
+    }
+  }
+
+  void finish(const Task& task, const State& state) const {
+    for (int64_t r = 0; r < task.num_tokens * group_; ++r) {
+      const int64_t token = r / group_, head = task.kv_head * group_ + r % group_;
+      float factor = 1.0f / state.sum[r];
+      if (layer_.sinks) {
+        const float max = std::max(state.max[r], layer_.sinks[head]);
+        const float weight = exponential(state.max[r] - max);
+        factor = weight / (state.sum[r] * weight + exponential(layer_.sinks[head] - max));
+      }
+      T* to = out_ + (first_token(task) + token) * layer_.num_heads * dim_ + head * dim_;
+      for (int64_t d = 0; d < dim_; d += LANES)
+        store(to + d, _mm512_mul_ps(load(state.out + r * dim_ + d), _mm512_set1_ps(factor)));
+    }
+  }
+
+  int64_t kv_len(const Task& task) const { return batch_.kv_lens[task.row]; }
+  int64_t first_token(const Task& task) const { return batch_.qo_indptr[task.row] + task.begin; }
+  int64_t position(const Task& task, int64_t token) const {
+    const int64_t q_len = batch_.qo_indptr[task.row + 1] - batch_.qo_indptr[task.row];
+    return kv_len(task) - q_len + task.begin + token;
+  }
+  const T* query(const Task& task, int64_t token) const {
+    return q_ + (first_token(task) + token) * q_stride_ + task.kv_head * group_ * dim_;
+  }
+
+  const Batch& batch_;
+  const Layer& layer_;
+  const T* q_;
+  int64_t q_stride_;
+  const T *k_, *v_;
+  T* out_;
+  int64_t group_, dim_;
+};
+
+// ---- Sampling -----------------------------------------------------------------------------------
+//
+// The rules are in ReferenceOps.sample. Nothing sorts a vocabulary: the filters sort only logits
+// near the largest, taken by a cutoff that is lowered until enough of them lie above it.
+
+constexpr int64_t CDF_BLOCK = 256;
+
+struct SamplingRow {
+  float temperature, top_p, min_p;
+  int64_t top_k, seed, position;
+};
+
+inline uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+inline float uniform(int64_t seed, int64_t position) {
+  const uint64_t x = mix64(mix64(seed) + (position + 1) * 0x9E3779B97F4A7C15u);
+  return static_cast<float>(x >> 40) * 0x1p-24f;
+}
+
+inline float max_of(const float* x, int64_t n) {  // a NaN counts as nothing
+  Vec max = _mm512_set1_ps(-INFINITY);
+  for (int64_t i = 0; i < n; i += LANES)
+    max = _mm512_max_ps(_mm512_mask_loadu_ps(max, tail(n - i), x + i), max);
+  return _mm512_reduce_max_ps(max);
+}
+
+inline int64_t index_of(const float* x, int64_t n, float value) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    const __mmask16 m = tail(n - i);
+    const __mmask16 hit = _mm512_mask_cmp_ps_mask(m, load(x + i, m), _mm512_set1_ps(value), _CMP_EQ_OQ);
+    if (hit) return i + __builtin_ctz(hit);
+  }
+  return 0;
+}
+
+// e^((x - max) / temperature)
+inline Vec unnormalized(Vec x, float max, float inverse) {
+  return exponential(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(max)), _mm512_set1_ps(inverse)));
+}
+
+// The lowest logit that top_k, then top_p keep.
+float lowest_kept(const float* x, int64_t n, float max, const SamplingRow& row,
+                  std::vector<float>& near) {
+  const float inverse = 1.0f / row.temperature;
+  const bool by_rank = row.top_k < n;
+  double total = 0;
+  auto mass_above = [&](float cutoff) {
+    Vec sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += LANES) {
+      const __mmask16 m = tail(n - i);
+      const Vec v = load(x + i, m);
+      const __mmask16 above = _mm512_mask_cmp_ps_mask(m, v, _mm512_set1_ps(cutoff), _CMP_GE_OQ);
+      if (above) sum = _mm512_mask_add_ps(sum, above, sum, unnormalized(v, max, inverse));
+    }
+    return static_cast<double>(_mm512_reduce_add_ps(sum));
+  };
+  auto count_above = [&](float cutoff) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+      const __mmask16 m = tail(n - i);
+      count += __builtin_popcount(
+          _mm512_mask_cmp_ps_mask(m, load(x + i, m), _mm512_set1_ps(cutoff), _CMP_GE_OQ));
+    }
+    return count;
+  };
+  if (!by_rank) total = mass_above(-INFINITY);
+  float cutoff = max;
+  for (float below = 1.0f; ; below *= 2) {
+    cutoff = below > 64 ? -INFINITY : max - (by_rank ? below : below * row.temperature);
+    if (cutoff == -INFINITY) break;
+    if (by_rank ? count_above(cutoff) >= row.top_k : mass_above(cutoff) >= row.top_p * total) break;
+  }
+  near.resize(n + LANES);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += LANES) {
+    const __mmask16 m = tail(n - i);
+    const Vec v = load(x + i, m);
+    const __mmask16 above = _mm512_mask_cmp_ps_mask(m, v, _mm512_set1_ps(cutoff), _CMP_GE_OQ);
+    _mm512_storeu_ps(near.data() + count, _mm512_maskz_compress_ps(above, v));
+    count += __builtin_popcount(above);
+  }
+  const auto begin = near.begin();
+  float lowest = -INFINITY;
+  if (by_rank && row.top_k <= count) {
+    std::nth_element(begin, begin + row.top_k - 1, begin + count, std::greater<float>());
+    lowest = near[row.top_k - 1];
+    count = std::partition(begin, begin + count, [&](float v) { return v >= lowest; }) - begin;
+  }
+  if (row.top_p >= 1) return lowest;
+  std::sort(begin, begin + count, std::greater<float>());
+  auto mass = [&](int64_t i) { return exponential((near[i] - max) * inverse); };
+  if (by_rank)
+    for (int64_t i = 0; i < count; ++i) total += mass(i);
+  double above = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    above += mass(i);
+    lowest = near[i];
+    if (above >= row.top_p * total) break;
+  }
+  return lowest;
+}
+
+int64_t sample_row(float* x, int64_t n, const SamplingRow& row) {
+  const float max = max_of(x, n);
+  const int64_t greedy = index_of(x, n, max);
+  if (row.temperature == 0) return greedy;
+  static thread_local std::vector<float> near;
+  static thread_local std::vector<double> sums;
+  const bool filters = row.top_k < n || row.top_p < 1;
+  const float lowest = filters ? lowest_kept(x, n, max, row, near) : -INFINITY;
+  const float inverse = 1.0f / row.temperature;
+  sums.clear();
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += CDF_BLOCK) {
+    const int64_t end = std::min(n, begin + CDF_BLOCK);
+    Vec sum = _mm512_setzero_ps();
+    for (int64_t i = begin; i < end; i += LANES) {
+      const __mmask16 m = tail(end - i);
+      const Vec v = load(x + i, m);
+      Vec p = unnormalized(v, max, inverse);
+      const __mmask16 kept = _mm512_mask_cmp_ps_mask(m, v, _mm512_set1_ps(lowest), _CMP_GE_OQ) &
+                             _mm512_cmp_ps_mask(p, _mm512_set1_ps(row.min_p), _CMP_GE_OQ);
+      p = _mm512_maskz_mov_ps(kept, p);
+      store(x + i, p, m);
+      sum = _mm512_add_ps(sum, p);
+    }
+    total += _mm512_reduce_add_ps(sum);
+    sums.push_back(total);
+  }
+  const double target = uniform(row.seed, row.position) * total;
+  const int64_t block = std::upper_bound(sums.begin(), sums.end(), target) - sums.begin();
+  if (block == static_cast<int64_t>(sums.size())) return greedy;  // broken logits
+  double below = block ? sums[block - 1] : 0;
+  int64_t token = greedy;
+  for (int64_t i = block * CDF_BLOCK; i < std::min(n, (block + 1) * CDF_BLOCK); ++i) {
+    if (x[i] > 0) token = i;  // the last one kept, should rounding pass the end
+    below += x[i];
+    if (below > target) break;
+  }
+  return token;
+}
+
+}  // namespace
+
+// ---- The C interface ----------------------------------------------------------------------------
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+#define STOKER_OPS(T, NAME)                                                                        \
+  void stoker_pack_##NAME(const T* weight, int64_t num_in, int64_t num_out, uint32_t* packed) {    \
+    pack(weight, num_in, num_out, packed);                                                         \
+  }                                                                                                \
+  void stoker_linear_##NAME(const T* x, int64_t x_stride, int64_t num_tokens,                      \
+                            const uint32_t* packed, const T* bias, int64_t num_in,                 \
+                            int64_t num_out, void* out, int32_t out_is_f32) {                      \
+    if (out_is_f32)                                                                                \
+      linear(x, x_stride, num_tokens, packed, bias, num_in, num_out, static_cast<float*>(out));    \
+    else                                                                                           \
+      linear(x, x_stride, num_tokens, packed, bias, num_in, num_out, static_cast<T*>(out));        \
+  }                                                                                                \
+  void stoker_rms_norm_##NAME(const T* x, int64_t x_stride, T* residual, const void* weight,       \
+                              int32_t weight_is_f32, int64_t num_rows, int64_t n, float eps,       \
+                              T* out) {                                                            \
+    rms_norm(x, x_stride, residual, {weight, weight_is_f32 != 0}, num_rows, n, eps, out);          \
+  }                                                                                                \
+  void stoker_silu_and_mul_##NAME(const T* x, int64_t x_stride, int64_t num_rows, int64_t n,       \
+                                  T* out) {                                                        \
+    gated_activation<T, false>(x, x_stride, num_rows, n, out);                                     \
+  }                                                                                                \
+  void stoker_gelu_and_mul_##NAME(const T* x, int64_t x_stride, int64_t num_rows, int64_t n,       \
+                                  T* out) {                                                        \
+    gated_activation<T, true>(x, x_stride, num_rows, n, out);                                      \
+  }                                                                                                \
+  void stoker_write_qkv_##NAME(T* qkv, int64_t stride, int64_t num_tokens,                         \
+                               const int64_t* positions, const int64_t* out_slots,                 \
+                               const Layer* layer, T* k_cache, T* v_cache) {                       \
+    write_qkv(qkv, stride, num_tokens, positions, out_slots, *layer, k_cache, v_cache);            \
+  }                                                                                                \
+  void stoker_attend_##NAME(const T* q, int64_t q_stride, const Batch* batch, const Layer* layer,  \
+                            const T* k, const T* v, T* out) {                                      \
+    Attention<T>(*batch, *layer, q, q_stride, k, v, out).run();                                    \
+  }
+
+STOKER_OPS(bf16, bf16)
+STOKER_OPS(float, f32)
+
+void stoker_sample(float* logits, int64_t num_rows, int64_t vocab, const float* temperature,
+                   const int32_t* top_k, const float* top_p, const float* min_p,
+                   const int64_t* seeds, const int32_t* positions, int32_t* tokens) {
+#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
+  for (int64_t r = 0; r < num_rows; ++r)
+    tokens[r] = static_cast<int32_t>(sample_row(
+        logits + r * vocab, vocab,
+        {temperature[r], top_p[r], min_p[r], top_k[r], seeds[r], positions[r]}));
+}
+
+}  // extern "C"
+#pragma GCC visibility pop
