@@ -90,8 +90,8 @@ class Stream:
             i: Detokenizer(
                 engine.tokenizer,
                 params.stop,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
             )
             for i in range(params.n)
         }  # of the choices that still run
@@ -252,7 +252,7 @@ class AsyncEngine:
         return engine
 
     async def _start(self, progress: Callable[[str, int, int], None] | None) -> None:
-        from .build import Builder  # torch is imported here, not with the module
+        from .build import Builder, check_each_step  # torch comes in here, not with the module
 
         config, loop = self.config, self.loop
         builder = Builder(config, progress)
@@ -273,7 +273,7 @@ class AsyncEngine:
             on_ready,
             lambda error: loop.call_soon_threadsafe(self._die, error),
             overlap=False if config.disable_overlap else None,
-            check=config.check,
+            check=check_each_step(config),
         )
         await loop.run_in_executor(self._pool, builder.find_files)
         self._thread.start()
@@ -326,7 +326,7 @@ class AsyncEngine:
                 param="messages",
             )
         return await self.loop.run_in_executor(
-            self._pool, lambda: template.render(messages, **options)
+            self._pool, lambda: template.render(template.normalise_messages(messages), **options)
         )
 
     def submit(

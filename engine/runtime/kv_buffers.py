@@ -3,7 +3,11 @@
 Runs on: gpu.
 """
 
+import math
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from ...backends.api import LayerCache
 
@@ -19,12 +23,13 @@ def allocate(
     kv_spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
     """Zeroed pools [num_pages, page_size, num_kv_heads, head_dim]: some kernels read page tails."""
-    return [
-        LayerCache(
-            *(
-                torch.zeros(num_pages, page_size, heads, dim, dtype=dtype, device=device)
-                for _ in "kv"
-            )
-        )
-        for heads, dim in kv_spec
-    ]
+
+    def zeros(heads: int, dim: int) -> Tensor:
+        shape = (num_pages, page_size, heads, dim)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy's zeros take no memory before they are written to; torch's are written at once.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+    return [LayerCache(zeros(heads, dim), zeros(heads, dim)) for heads, dim in kv_spec]

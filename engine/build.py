@@ -1,0 +1,176 @@
+"""Puts an engine together: files, backend, weights, KV pool, scheduler, runner.
+
+Runs on: pool, gpu.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backends import registry
+from ..backends.api import BackendError
+from .api.config import EngineConfig
+from .api.errors import StartError
+from .core.scheduler import Scheduler
+from .models.blocks import Decoder
+from .runtime import kv_buffers, model_files, weights
+from .runtime.runner import ModelRunner
+from .text.chat_template import ChatTemplate
+from .text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..backends.registry import Backend
+
+Progress = Callable[[str, int, int], None]
+
+CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
+CPU_STEP_TOKENS = 512
+GPU_STEP_TOKENS = 8192
+
+
+class Builder:
+    """Makes one engine. `find_files` first; then `load` on the GPU thread, `load_text` anywhere.
+
+    Attributes:
+        phases: seconds that each part of the start took.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+        self.config = config
+        self.phases: dict[str, float] = {}
+        self._progress = progress
+
+    def find_files(self) -> None:
+        """Resolve the model argument; fetches what is not here. Raises StartError."""
+        with self._phase("files"):
+            self.files = model_files.resolve(
+                self.config.model, needs_weights=self.config.load_format != "dummy"
+            )
+        longest = self.files.config.max_position_embeddings
+        asked = self.config.max_model_len
+        if asked is not None and asked > longest:
+            raise StartError(f"--max-model-len {asked} is more than the model's own {longest}")
+        self.max_model_len = asked or longest
+        self.model_name = self.files.name
+        self.vocab_size = self.files.config.vocab_size
+        self.default_sampling: dict[str, Any] = dict(self.files.generation)
+
+    def load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
+        """Tokenizer and chat template. Raises StartError."""
+        with self._phase("tokenizer"):
+            source = Path(self.config.tokenizer) if self.config.tokenizer else self.files.tokenizer
+            if not source.exists():
+                raise StartError(f"--tokenizer {source}: there is no such file or folder")
+            tokenizer = Tokenizer.load(source)
+            tokenizer.eos_ids |= frozenset(self.files.eos_token_ids)
+            template: Any = self.files.chat_template or tokenizer.chat_templates
+            if self.config.chat_template is not None:
+                path = Path(self.config.chat_template)
+                if not path.is_file():
+                    raise StartError(f"--chat-template {path}: there is no such file")
+                template = path.read_text()
+            return tokenizer, ChatTemplate(template, tokenizer.special_tokens) if template else None
+
+    def load(self) -> tuple[Scheduler, ModelRunner]:
+        """Scheduler and runner, on the thread that will use them. Raises StartError."""
+        config = self.config
+        with self._phase("backend"):
+            backend = self._backend()
+            runtime = backend.runtime
+        saved = getattr(torch, self.files.config.dtype)
+        dtype = (
+            runtime.default_dtype(saved) if config.dtype == "auto" else getattr(torch, config.dtype)
+        )
+        with self._phase("weights"):
+            model = Decoder(
+                self.files.config, backend.ops, runtime.device, dtype, self.max_model_len
+            )
+            model.load(self._weights(model, runtime.device, dtype))
+            runtime.synchronize()
+        with self._phase("kv pool"):
+            page_size = config.page_size or runtime.default_page_size
+            max_running = config.max_running_requests
+            is_cpu = runtime.device.type == "cpu"
+            chunk = config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
+            max_step_tokens = chunk + max_running
+            num_pages = 1 + self._pool_tokens(backend, model, dtype) // page_size
+            caches = kv_buffers.allocate(model.kv_spec, num_pages, page_size, dtype, runtime.device)
+        scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            max_model_len=self.max_model_len,
+            use_radix=not config.disable_radix_cache,
+            conservativeness=config.schedule_conservativeness,
+        )
+        runner = ModelRunner(
+            model,
+            backend.ops,
+            runtime,
+            caches,
+            num_slots=max_running + 1,
+            max_pages=-(-self.max_model_len // page_size),
+            page_size=page_size,
+            max_step_tokens=max_step_tokens,
+        )
+        return scheduler, runner
+
+    def _backend(self) -> Backend:
+        overrides = {}
+        if self.config.attention_backend is not None:
+            overrides["attend"] = self.config.attention_backend
+        try:
+            backend = registry.select(self.config.backend, overrides)
+        except BackendError as error:
+            raise StartError(str(error)) from None
+        if hasattr(backend.runtime, "set_threads"):
+            backend.runtime.set_threads(self.config.threads)
+        return backend
+
+    def _weights(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> weights.Weights:
+        files = self.files
+        progress = self._progress and (lambda done, total: self._progress("weights", done, total))
+        if self.config.load_format == "dummy":
+            return weights.dummy(model.shapes, files.config, device, dtype, self.config.seed)
+        if files.gguf is not None:
+            return weights.from_gguf(files.gguf, files.config, dtype, progress)
+        return weights.from_safetensors(list(files.weights), files.config, progress)
+
+    def _pool_tokens(self, backend: Backend, model: Decoder, dtype: torch.dtype) -> int:
+        """How many tokens the KV pool holds."""
+        config, runtime = self.config, backend.runtime
+        if config.kv_tokens is not None:
+            return config.kv_tokens
+        free, total = runtime.memory()
+        if runtime.device.type == "cpu":
+            budget = int(free * CPU_POOL_SHARE)
+        else:
+            budget = int(free - total * (1 - config.mem_fraction))
+        per_token = kv_buffers.bytes_per_token(model.kv_spec, dtype)
+        tokens = min(budget // per_token, config.max_running_requests * self.max_model_len)
+        if tokens < 256:
+            raise StartError(
+                f"no memory for the KV cache: {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB "
+                f"are free, a token takes {per_token / 2**10:.0f} KiB; a smaller model, a higher "
+                "--mem-fraction, or --kv-tokens may help"
+            )
+        return tokens
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - began
+
+
+def check_each_step(config: EngineConfig) -> bool:
+    """Whether the ledger is verified after every step."""
+    return config.check or os.environ.get("STOKER_CHECK") == "1"
