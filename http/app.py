@@ -24,7 +24,7 @@ from ..engine.api.errors import StartError, StokerError
 from . import native_api, openai_api
 from .errors import error_response, stoker_response
 from .openai_api import SERVER
-from .serving import Server
+from .serving import CALLER, Caller, Server
 from .settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -68,7 +68,10 @@ def make_app(engine: "AsyncEngine", config: ServerConfig) -> web.Application:
     )
     app[SERVER] = server
     for method, path, handler in ROUTES:
-        app.router.add_route(method, path, handler)
+        if method == "GET":
+            app.router.add_get(path, handler)  # and HEAD
+        else:
+            app.router.add_post(path, handler)
 
     async def ticking(_: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(server.tick())
@@ -169,19 +172,19 @@ async def serve(
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Name the request and note its arrival; what is raised becomes OpenAI's error object."""
     given = request.headers.get("X-Request-Id", "")
-    request["id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    request["arrival_s"] = time.perf_counter()
+    name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request[CALLER] = Caller(name, time.perf_counter())
     try:
         return await handler(request)
     except StokerError as error:
-        log.debug("%s %s: %s", request["id"], request.path, error)
+        log.debug("%s %s: %s", request[CALLER].id, request.path, error)
         return stoker_response(error)
     except web.HTTPException as error:
         return _explain(request, error)
     except ConnectionError:
         raise
     except Exception:
-        log.exception("%s %s failed", request["id"], request.path)
+        log.exception("%s %s failed", request[CALLER].id, request.path)
         return error_response("internal error", 500)
 
 
@@ -206,7 +209,7 @@ def _allowed_origin(request: web.Request) -> str | None:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """What every response carries, streams included."""
-    response.headers["X-Request-Id"] = request["id"]
+    response.headers["X-Request-Id"] = request[CALLER].id
     if request.app[SERVER].is_draining:
         response.force_close()
     if origin := _allowed_origin(request):
@@ -229,7 +232,8 @@ class _Access:
         digest = _digest(_bearer(request.headers.get("Authorization", "")))
         is_admin = _is_any(digest, self.admin_keys)
         is_locked = bool(self.keys or self.admin_keys)
-        request["is_admin"] = is_admin or not is_locked
+        caller = request[CALLER]
+        caller.is_admin = is_admin or not is_locked
         if path in OPEN_ROUTES:
             return await handler(request)
         has_key = not self.keys or _is_any(digest, self.keys) or is_admin
@@ -239,10 +243,10 @@ class _Access:
                 401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if path in ADMIN_ROUTES and not request["is_admin"]:
+        if path in ADMIN_ROUTES and not caller.is_admin:
             return error_response("this route needs the admin key (--admin-key)", 403)
         if self.keys:
-            request["key_digest"] = digest.hex()
+            caller.key_digest = digest.hex()
         return await handler(request)
 
 
@@ -276,7 +280,7 @@ class _AccessLog(AbstractAccessLogger):
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         self.logger.info(
             "%s %s %s %d %.3fs",
-            request.get("id", "-"),
+            request[CALLER].id if CALLER in request else "-",
             request.method,
             request.path,
             response.status,

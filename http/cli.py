@@ -217,6 +217,8 @@ def _set_up_logging(config: ServerConfig) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
     handler.setFormatter(_JsonFormatter() if config.log_format == "json" else text)
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+    if config.log_level != "debug":  # a traceback for each malformed request is a way to flood us
+        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
 async def start_engine(config: ServerConfig) -> "AsyncEngine":

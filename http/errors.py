@@ -81,16 +81,17 @@ def stoker_response(error: StokerError) -> web.Response:
 
 def invalid(error: ValidationError, body: Any) -> RequestError:
     """pydantic's findings as one bounded sentence; `param` is the first field's dotted path."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = []
-    for one in found[:MAX_REPORTED]:
+    found: dict[str, str] = {}  # path to message; a union reports each of its members
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    for one in errors:
         path = _path(one["loc"], body, missing=one["type"] == "missing")
-        text = one["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: {text}" if path else text)
-    if len(found) > MAX_REPORTED:
-        lines.append(f"and {len(found) - MAX_REPORTED} more")
-    param = _path(found[0]["loc"], body, missing=found[0]["type"] == "missing") or None
-    return RequestError("; ".join(lines), param=param)
+        found.setdefault(path, one["msg"].removeprefix("Value error, "))
+    first = next(iter(found))
+    param = max((path for path in found if path.startswith(first)), key=len)
+    lines = [f"{path}: {text}" if path else text for path, text in found.items()]
+    if len(lines) > MAX_REPORTED:
+        lines[MAX_REPORTED:] = [f"and {len(lines) - MAX_REPORTED} more"]
+    return RequestError("; ".join(lines), param=param or None)
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> str:

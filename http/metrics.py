@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..engine import Output
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-REJECTIONS = ("queue_full", "draining", "loading_failed")
+REJECTIONS = ("queue_full", "draining", "engine_dead")
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5, 1, 5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)

@@ -26,7 +26,7 @@ from .openai_api import (
     text_prompt,
 )
 from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts
-from .serving import Choice, Server, new_id
+from .serving import CALLER, Choice, Server, new_id
 from .settings import version
 from .sse import DONE, EventStream
 
@@ -313,6 +313,6 @@ async def abort(request: web.Request) -> web.Response:
     name = body.rid or body.request_id
     if (name is None) != bool(body.abort_all):
         raise RequestError("give either rid or abort_all", param="rid")
-    if body.abort_all and not request["is_admin"]:
+    if body.abort_all and not request[CALLER].is_admin:
         raise RequestError("abort_all needs the admin key", param="abort_all", status=403)
     return json_response({"aborted": server.abort(name)})

@@ -135,10 +135,9 @@ def _model_card(server: Server, name: str) -> dict[str, Any]:
     }
 
 
-def json_response(value: Any, status: int = 200) -> web.Response:
+def json_response(value: Any) -> web.Response:
     """A JSON response."""
-    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(value), content_type="application/json")
 
 
 def parse(kind: type[Body], body: dict[str, Any]) -> Body:

@@ -31,20 +31,37 @@ MAX_CHOICES = 1024  # of one HTTP request, over all its prompts
 HEARTBEAT_LIMIT_S = 30.0
 
 
+@dataclass(slots=True)
+class Caller:
+    """What is known of a request before its body is read.
+
+    Attributes:
+        id: the client's X-Request-Id, or ours.
+        key_digest: of the API key that it came with, where keys are needed.
+        is_admin: it came with the admin key, or the server has no keys at all.
+    """
+
+    id: str
+    arrival_s: float
+    key_digest: str | None = None
+    is_admin: bool = False
+
+
+CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+
+
 @dataclass(eq=False, slots=True)
 class Work:
     """One HTTP request that the engine works for.
 
     Attributes:
         ids: the names under which it can be aborted.
-        key_digest: of the API key that it came with.
         ended_by: why the server, not the client, ended it.
     """
 
+    caller: Caller
     ids: set[str]
     task: asyncio.Task[Any]
-    arrival_s: float
-    key_digest: str | None = None
     streams: list["Stream"] = field(default_factory=list)
     meters: list[Meter] = field(default_factory=list)
     ended_by: StokerError | None = None
@@ -116,7 +133,7 @@ class Server:
     def unready(self) -> str | None:
         """Why new work would be refused now, or None."""
         if not self.is_alive():
-            return "loading_failed"
+            return "engine_dead"
         if self.is_draining:
             return "draining"
         stats, config = self.engine.stats, self.config
@@ -170,8 +187,8 @@ class Server:
         self._admit()
         task = asyncio.current_task()
         assert task is not None
-        ids = {request["id"]}
-        work = Work(ids, task, request["arrival_s"], key_digest=request.get("key_digest"))
+        caller = request[CALLER]
+        work = Work(caller, {caller.id}, task)
         self.works.add(work)
         self.idle.clear()
         limit, timer = self.config.request_timeout_s, None
@@ -207,18 +224,20 @@ class Server:
         reason = self.unready()
         if reason is None:
             return
+        if reason == "queue_full":
+            raise self._queue_is_full()
         self.metrics.rejected[reason] += 1
-        if reason == "loading_failed":
-            raise EngineError("the engine has stopped")
         if reason == "draining":
             raise Overloaded("the server is shutting down", retry_after_s=5)
-        raise Overloaded("too many requests are waiting", retry_after_s=self._wait_estimate_s())
+        raise EngineError("the engine has stopped")
 
-    def _wait_estimate_s(self) -> float:
-        """When a place may be free: the queue over the rate at which choices finish, 1 to 60 s."""
+    def _queue_is_full(self) -> Overloaded:
+        """Come back when the queue may be gone, by the rate at which choices finish."""
+        self.metrics.rejected["queue_full"] += 1
         queued = self.engine.num_streams - self.config.max_running_requests
         rate = self.metrics.finish_rate
-        return min(max(queued / rate, 1.0), 60.0) if rate > 0 else 5.0
+        wait_s = min(max(queued / rate, 1.0), 60.0) if rate > 0 else 5.0
+        return Overloaded("too many requests are waiting", retry_after_s=wait_s)
 
     def submit(
         self,
@@ -241,14 +260,17 @@ class Server:
                 f"{len(prompts)} prompts with {params.n} choices each are more than {MAX_CHOICES}",
                 param="n",
             )
-        if self.config.isolate_cache_per_key and work.key_digest:
-            namespace = ("key", work.key_digest, *namespace)
+        if self.config.isolate_cache_per_key and work.caller.key_digest:
+            namespace = ("key", work.caller.key_digest, *namespace)
         for prompt in prompts:
-            stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
+            try:
+                stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
+            except Overloaded:
+                raise self._queue_is_full() from None
             work.streams.append(stream)
-            work.meters.append(Meter(self.metrics, work.arrival_s, params.n))
+            work.meters.append(Meter(self.metrics, work.caller.arrival_s, params.n))
             self.metrics.prompt_tokens.observe(len(prompt))
-        self.metrics.prepare.observe(time.perf_counter() - work.arrival_s)
+        self.metrics.prepare.observe(time.perf_counter() - work.caller.arrival_s)
         return work.streams
 
     def abort(self, matches: str | None) -> int:

@@ -226,9 +226,11 @@ class FakeEngine(AsyncEngine):
     def token_at(self, add: Add, choice: int, index: int) -> int:
         """The model: the i-th output token of a choice."""
         begin = 0 if add.params.is_greedy else (add.seed + 7 * choice) % len(self.sequence)
-        token = self.sequence[(begin + index) % len(self.sequence)]
         bias = add.params.logit_bias
-        return max(bias, key=lambda one: bias[one]) if bias and max(bias.values()) > 50 else token
+        if bias and max(bias.values()) > 50:
+            return max(bias, key=lambda token: bias[token])
+        token = self.sequence[(begin + index) % len(self.sequence)]
+        return token + 1 if bias.get(token, 0) < -50 else token
 
     async def close(self) -> None:
         self._task.cancel()
