@@ -175,6 +175,8 @@ def common(family: str, architecture: str, hf: Fields) -> ModelConfig:
             f"model config: num_attention_heads {num_heads} is no multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
+    if head_dim % 2:
+        raise StartError(f"model config: head_dim {head_dim} is odd, so it cannot rotate")
     activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise StartError(
@@ -219,22 +221,21 @@ def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig
     max_positions = hf.integer("max_position_embeddings", 2048)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     theta = fields.number("rope_theta", hf.number("rope_theta", 10_000.0))
-    partial = fields.number(
-        "partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)
-    )  # share of a head that rotates
-    rotary_dim = int(head_dim * partial)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise StartError(f"model config: {rotary_dim} of {head_dim} dimensions cannot rotate")
-    original = hf.get("original_max_position_embeddings")
-    original = original or fields.integer("original_max_position_embeddings", max_positions)
+    for source in (fields, hf):
+        if source.get("partial_rotary_factor") not in (None, 1):
+            raise StartError("model config: partial_rotary_factor is not supported")
+    original = hf.integer(
+        "original_max_position_embeddings",
+        fields.integer("original_max_position_embeddings", max_positions),
+    )
     match kind:
         case "default":
-            return RopeConfig(rotary_dim, theta)
+            return RopeConfig(head_dim, theta)
         case "linear":
-            return RopeConfig(rotary_dim, theta, "linear", fields.number("factor"))
+            return RopeConfig(head_dim, theta, "linear", fields.number("factor"))
         case "llama3":
             return RopeConfig(
-                rotary_dim,
+                head_dim,
                 theta,
                 "llama3",
                 fields.number("factor"),
@@ -245,7 +246,7 @@ def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig
         case "yarn":
             factor = fields.number("factor", max_positions / original)
             return RopeConfig(
-                rotary_dim,
+                head_dim,
                 theta,
                 "yarn",
                 factor,
@@ -257,11 +258,11 @@ def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig
             )
         case "factors":
             factors = tuple(float(f) for f in fields.get("factors"))
-            if len(factors) != rotary_dim // 2:
+            if len(factors) != head_dim // 2:
                 raise StartError(
-                    f"model config: {len(factors)} rope factors for {rotary_dim} dimensions"
+                    f"model config: {len(factors)} rope factors for {head_dim} dimensions"
                 )
-            return RopeConfig(rotary_dim, theta, "factors", factors=factors)
+            return RopeConfig(head_dim, theta, "factors", factors=factors)
     raise StartError(
         f"model config: rope type {kind!r:.80} is not supported; "
         "there are default, linear, llama3, yarn"

@@ -17,18 +17,11 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     sliding = [layer for layer in range(config.num_layers) if (layer + 1) % pattern]
     softcap = hf.get("final_logit_softcapping")
     bias = hf.flag("attention_bias")
-    # Layers with a window keep the short base frequency and are never scaled.
-    local = Fields(
-        {
-            "rope_parameters": {"sliding_attention": _local(hf)},
-            "max_position_embeddings": config.max_position_embeddings,
-        }
-    )
     return replace(
         config,
         attention_scale=hf.number("query_pre_attn_scalar") ** -0.5,
         rope=rope(hf, config.head_dim, "full_attention"),
-        local_rope=rope(local, config.head_dim, "sliding_attention"),
+        local_rope=rope(_local(hf), config.head_dim),
         windows=windows_by_layer(hf, config.num_layers, sliding),
         qkv_bias=bias,
         o_bias=bias,
@@ -40,9 +33,11 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     )
 
 
-def _local(hf: Fields) -> dict:
+def _local(hf: Fields) -> Fields:
+    """Rope fields of the layers with a window: a base frequency of their own, never scaled."""
     given = hf.table("rope_parameters").get("sliding_attention") or {}
-    return {"rope_theta": hf.number("rope_local_base_freq", 10_000.0), **given}
+    theta = hf.number("rope_local_base_freq", 10_000.0)
+    return Fields({"rope_parameters": {"rope_theta": theta, **given}})
 
 
 FAMILY = Family(

@@ -14,6 +14,8 @@ from .registry import family_of_gguf
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .config import ModelConfig
+
 KEYS = {  # after the architecture's prefix
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -77,7 +79,7 @@ def hf_fields(
     fields["vocab_size"] = vocab_size
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    fields["rope_scaling"] = _rope_scaling(architecture, metadata, rope_factors)
+    fields["rope_scaling"] = _rope_scaling(architecture, metadata, fields, rope_factors)
     if family.name == "gemma3":
         # Only the 27B model, with 62 layers, does not scale by the size of a head.
         if fields.get("num_hidden_layers") == 62:
@@ -89,19 +91,18 @@ def hf_fields(
 
 
 def _rope_scaling(
-    architecture: str, metadata: Mapping[str, Any], factors: list[float] | None
+    architecture: str,
+    metadata: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    factors: list[float] | None,
 ) -> dict[str, Any]:
+    if factors is not None:
+        return {"rope_type": "factors", "factors": factors}
     rope = f"{architecture}.rope."
-    dimensions = metadata.get(rope + "dimension_count")
-    head_dim = metadata.get(f"{architecture}.attention.key_length") or (
-        metadata.get(f"{architecture}.embedding_length", 0)
-        // (metadata.get(f"{architecture}.attention.head_count") or 1)
-    )
     scaling: dict[str, Any] = {}
+    dimensions, head_dim = metadata.get(rope + "dimension_count"), fields.get("head_dim")
     if dimensions and head_dim and dimensions != head_dim:
         scaling["partial_rotary_factor"] = dimensions / head_dim
-    if factors is not None:
-        return scaling | {"rope_type": "factors", "factors": factors}
     kind = metadata.get(rope + "scaling.type", "none")
     if kind in ("linear", "yarn"):
         scaling |= {"rope_type": kind, "factor": metadata.get(rope + "scaling.factor")}
@@ -125,17 +126,17 @@ def hf_name(name: str, family: str) -> str | None:
     return None
 
 
-def undo(name: str, family: str, num_heads: int, num_kv_heads: int) -> Callable[[Tensor], Tensor]:
+def undo(name: str, config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """What brings a tensor (by its Hugging Face name) back to Hugging Face's layout.
 
     llama.cpp rotates neighbouring pairs in models of the architecture llama, so their q and k
     rows are stored in that order; and it stores Gemma's norm weights with the 1 added.
     """
-    if family == "llama" and ".q_proj." in name:
-        return lambda tensor: _halves(tensor, num_heads)
-    if family == "llama" and ".k_proj." in name:
-        return lambda tensor: _halves(tensor, num_kv_heads)
-    if family == "gemma3" and "norm." in name:
+    if config.family == "llama" and ".q_proj." in name:
+        return lambda tensor: _halves(tensor, config.num_heads)
+    if config.family == "llama" and ".k_proj." in name:
+        return lambda tensor: _halves(tensor, config.num_kv_heads)
+    if config.family == "gemma3" and "norm." in name:
         return lambda tensor: tensor - 1
     return lambda tensor: tensor
 

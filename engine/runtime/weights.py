@@ -9,8 +9,8 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,10 @@ Weights = Iterator[tuple[str, Tensor]]
 
 # Tensors of old checkpoints that hold nothing a config does not say.
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")
+CHUNK_ELEMENTS = 1 << 20  # dequantized at once: small enough for a cache, and for short waits
+READABLE = {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q5_0, GGML.Q5_1, GGML.Q8_0,
+            GGML.Q2_K, GGML.Q3_K, GGML.Q4_K, GGML.Q5_K, GGML.Q6_K, GGML.IQ4_NL, GGML.IQ4_XS,
+            GGML.MXFP4}  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -75,7 +79,7 @@ def from_safetensors(
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
+                for name in file.keys():
                     if name.startswith(family.ignored) or name.endswith(DERIVED):
                         continue
                     if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -103,57 +107,59 @@ def from_gguf(
 ) -> Weights:
     """Tensors in Hugging Face's layout, matrices as `dtype`, vectors (norms, biases) as float32.
 
-    A few are dequantized ahead, by threads; order and values do not depend on that.
+    Threads dequantize a few tensors ahead, in chunks of rows; nothing but time depends on that.
 
     Raises:
         StartError: a tensor's name or type is not known.
     """
-    jobs: list[tuple[str, str]] = []
+    names: dict[str, str] = {}
     for name in file.tensors:
-        if name == gguf_map.ROPE_FACTORS:
+        if name == gguf_map.ROPE_FACTORS:  # is in the config
             continue
         ours = gguf_map.hf_name(name, config.family)
         if ours is None:
             raise StartError(f"{file.path} has a tensor {name!r:.100} that the model lacks")
-        jobs.append((name, ours))
-
-    def read(name: str, ours: str) -> Tensor:
-        undo = gguf_map.undo(ours, config.family, config.num_heads, config.num_kv_heads)
-        tensor = undo(dequantized(file, name))
-        return tensor if tensor.ndim == 1 else tensor.to(dtype)
-
-    total, done = sum(t.num_bytes for t in file.tensors.values()), 0
+        names[name] = ours
+    total, done = sum(file.tensors[name].num_bytes for name in names), 0
     num_threads = min(os.cpu_count() or 1, 8)
     with ThreadPoolExecutor(num_threads) as pool:
-        ahead = deque(pool.submit(read, *job) for job in jobs[: 2 * num_threads])
-        for job, later in zip_longest(jobs, jobs[2 * num_threads :]):
-            yield job[1], ahead.popleft().result()
-            if later is not None:
-                ahead.append(pool.submit(read, *later))
-            done += file.tensors[job[0]].num_bytes
+        todo = iter(names)
+        ahead = deque(_start(file, name, dtype, pool) for name in islice(todo, 2 * num_threads))
+        for name, ours in names.items():
+            tensor, chunks = ahead.popleft()
+            for chunk in chunks:
+                chunk.result()
+            yield ours, gguf_map.undo(ours, config)(tensor)
+            ahead.extend(_start(file, later, dtype, pool) for later in islice(todo, 1))
+            done += file.tensors[name].num_bytes
             if progress is not None:
                 progress(done, total)
-    if progress is not None:
-        progress(total, total)
 
 
-def dequantized(file: GGUFFile, name: str) -> Tensor:
-    """A tensor as float32, in its torch shape."""
+def _start(
+    file: GGUFFile, name: str, dtype: torch.dtype, pool: ThreadPoolExecutor
+) -> tuple[Tensor, list[Future[None]]]:
+    """A tensor that the pool is about to fill."""
     entry = file.tensors[name]
-    data = file.data(name)
-    match entry.type:
-        case GGML.F32:
-            values = data.view(np.float32)
-        case GGML.F16:
-            values = data.view(np.float16).astype(np.float32)
-        case _:
-            try:
-                values = dequantize(data.reshape(*entry.shape[:-1], -1), entry.type)
-            except NotImplementedError:
-                raise StartError(
-                    f"{file.path} stores {name} as {entry.type.name}, which cannot be read"
-                ) from None
-    return torch.from_numpy(np.require(values.reshape(entry.shape), requirements="W"))
+    if entry.type not in READABLE:
+        raise StartError(f"{file.path} stores {name} as {entry.type.name}, which is not read")
+    tensor = torch.empty(entry.shape, dtype=torch.float32 if len(entry.shape) == 1 else dtype)
+    rows = tensor.view(-1, entry.shape[-1])
+    data = file.data(name).reshape(len(rows), -1)
+
+    def fill(chunk: slice) -> None:
+        rows[chunk] = torch.from_numpy(dequantized(data[chunk], entry.type))
+
+    step = max(CHUNK_ELEMENTS // entry.shape[-1], 1)
+    chunks = [slice(at, at + step) for at in range(0, len(rows), step)]
+    return tensor, [pool.submit(fill, chunk) for chunk in chunks]
+
+
+def dequantized(data: np.ndarray, kind: GGML) -> np.ndarray:
+    """Raw rows uint8 [rows, row_bytes] as float32 [rows, row_length]."""
+    if kind is GGML.F32:
+        return data.view(np.float32).copy()  # torch wants memory that can be written to
+    return dequantize(data, kind)
 
 
 def dummy(

@@ -1,4 +1,4 @@
-"""A minimal serving loop: steps over a paged cache, as the runner makes them, without a scheduler."""
+"""A minimal serving loop: steps over a paged cache, as the runner makes them."""
 
 import random
 from collections.abc import Sequence
@@ -87,6 +87,15 @@ class Loop:
                 if len(outputs[slot]) == num_new[slot]:
                     del pending[slot]
         return outputs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny products only get slower by waiting for a second thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -1,0 +1,207 @@
+"""Tiny random models of every family: logits and greedy tokens equal transformers', in float32."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from stoker.engine.models.registry import parse_config
+from stoker.engine.runtime import model_files, weights
+
+VOCAB = 300
+NUM_NEW = 24
+PROMPT_LENS = (41, 5, 1, 18)
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+    tie_word_embeddings=False,
+)
+
+
+def rope(kind: str, **fields) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **fields}}
+
+
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+GEMMA_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
+GEMMA = dict(num_hidden_layers=7, head_dim=24, query_pre_attn_scalar=40, sliding_window=8)
+QWEN_WINDOW = dict(use_sliding_window=True, max_window_layers=1, sliding_window=9)
+CASES = {
+    "llama": ("Llama", {}),
+    "llama one kv head, tied": ("Llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
+    "llama head_dim": ("Llama", dict(head_dim=24)),
+    "llama biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "llama rope llama3": ("Llama", LLAMA3),
+    "llama rope yarn": ("Llama", YARN),
+    "llama rope yarn, DeepSeek's": (
+        "Llama",
+        rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            mscale=0.7,
+            mscale_all_dim=1.0,
+            beta_fast=16,
+            beta_slow=2,
+            truncate=False,
+        ),
+    ),
+    "llama rope linear": ("Llama", rope("linear", factor=3.0)),
+    "mistral": ("Mistral", dict(head_dim=24, sliding_window=7)),
+    "mistral without window": ("Mistral", dict(sliding_window=None)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen2 window": ("Qwen2", QWEN_WINDOW),
+    "qwen2 window not used": ("Qwen2", QWEN_WINDOW | dict(use_sliding_window=False)),
+    "qwen3": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True)),
+    "qwen3 window, biases": ("Qwen3", QWEN_WINDOW | dict(head_dim=16, attention_bias=True)),
+    "gemma3": ("Gemma3", GEMMA | GEMMA_ROPE | dict(tie_word_embeddings=True)),
+    "gemma3 untied, softcap": ("Gemma3", GEMMA | dict(final_logit_softcapping=3.0)),
+}
+
+
+def make_hf_model(family: str, fields: dict) -> torch.nn.Module:
+    """Random, with norms and biases that matter, and answers that are not ties."""
+    config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
+    config = config_class(**(SHAPE | fields), bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@torch.inference_mode()
+def hf_logits(hf: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), vocab]"""
+    return hf(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def load(folder, float32_model):
+    files = model_files.resolve(str(folder))
+    model = float32_model(files.config)
+    model.load(weights.from_safetensors(list(files.weights), files.config))
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens(case, tmp_path, loop, float32_model):
+    hf = make_hf_model(*CASES[case])
+    hf.save_pretrained(tmp_path)
+    model = load(tmp_path, float32_model)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENS
+    ]
+    num_new = [NUM_NEW] * len(prompts)
+    longest = max(PROMPT_LENS) + NUM_NEW
+    outputs = loop(model, len(prompts), longest).greedy(prompts, num_new)
+
+    # If each token is transformers' choice after those before it, all are its greedy answer.
+    texts = [[*p, *o] for p, o in zip(prompts, outputs, strict=True)]
+    ours = loop(model, len(prompts), longest).step(list(enumerate(texts)))
+    for text, output, row in zip(texts, outputs, ours, strict=True):
+        theirs = hf_logits(hf, text)
+        assert theirs.std() > 0.5  # otherwise the next line would say little
+        torch.testing.assert_close(row, theirs, rtol=0, atol=1e-4)
+        assert theirs.argmax(-1)[-NUM_NEW - 1 : -1].tolist() == output
+
+    for chunk, page_size in ((7, 1), (1, 16)):
+        again = loop(model, len(prompts), longest, page_size).greedy(prompts, num_new, chunk)
+        assert again == outputs
+    for prompt, output in zip(prompts[:2], outputs, strict=False):
+        assert loop(model, 1, longest).greedy([prompt], [NUM_NEW], 13) == [output]
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        (
+            "llama rope llama3",
+            {
+                "rope_theta": 10_000.0,
+                "rope_scaling": {
+                    "type": "llama3",
+                    **{k: v for k, v in LLAMA3["rope_parameters"].items() if "rope_" not in k},
+                },
+            },
+        ),
+        (
+            "gemma3",
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 6,
+                "layer_types": None,
+            },
+        ),
+        ("qwen2 window", {"layer_types": None, "rope_theta": 10_000.0}),
+    ],
+)
+def test_older_config_files_mean_the_same(case, fields, tmp_path):
+    make_hf_model(*CASES[case]).save_pretrained(tmp_path)
+    new = model_files.resolve(str(tmp_path), needs_weights=False).config
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config | fields))
+    assert model_files.resolve(str(tmp_path), needs_weights=False).config == new
+
+
+def test_defaults_are_those_of_transformers():
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"):
+        config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")()
+        full = config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        needed += ("num_attention_heads", "architectures")
+        short = {key: full[key] for key in needed}
+        if family.startswith("Qwen"):  # published configs always say it; its default is odd
+            short["num_key_value_heads"] = full["num_key_value_heads"]
+        assert parse_config(short) == parse_config(full), family
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_language_model_of_a_gemma3_with_vision(prefix, tmp_path, loop, float32_model):
+    hf = make_hf_model(*CASES["gemma3 untied, softcap"])
+    text_config = hf.config.to_dict()
+    outer = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text_config,
+        "vision_config": {"hidden_size": 8},
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = {"vision_tower.patch.weight": torch.zeros(2, 2)}
+    for name, tensor in hf.state_dict().items():
+        if prefix == "model.language_model.":  # the newer layout
+            name = name.replace("model.", prefix, 1)
+        else:
+            name = prefix + name
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokens = list(range(3, 40))
+    (ours,) = loop(load(tmp_path, float32_model), 1, len(tokens)).step([(0, tokens)])
+    torch.testing.assert_close(ours, hf_logits(hf, tokens), rtol=0, atol=1e-4)
