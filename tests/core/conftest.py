@@ -1,12 +1,14 @@
 """A deterministic device for the scheduler's tests, and a loop that drives both."""
 
+import random
 from array import array
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from stoker.engine.api.messages import Add, Refused, Tokens
+from stoker.engine.api.messages import Abort, Add, Flush, Refused, Tokens
 from stoker.engine.api.sampling_params import SamplingParams
 from stoker.engine.core.plan import FROM_DEVICE, Logprobs, StepResult
 from stoker.engine.core.request import derive_seed
@@ -169,6 +171,10 @@ class Engine:
         self.scheduler.handle(add)
         return add
 
+    def turn(self, key: tuple[int, int]) -> list[int]:
+        """Prompt and output of a choice, as the next turn of a conversation begins."""
+        return list(self.adds[key[0]].prompt) + self.outputs[key]
+
     def step(self) -> None:
         """One turn of the GPU thread's loop."""
         self.now += 1.0
@@ -211,15 +217,31 @@ class Engine:
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
 
     def assert_outputs(self) -> None:
-        """Each choice gave what it gives alone (aborted and refused ones apart)."""
+        """Each choice gave what it gives alone; one without an end, the beginning of that."""
         for request_id, add in self.adds.items():
             for choice in range(add.params.n):
                 key = request_id, choice
+                output = self.outputs.get(key, [])
                 reason = self.reasons.get(key)
+                tokens, expected_reason = expected_output(add, choice)
                 if isinstance(reason, str):
-                    tokens, expected_reason = expected_output(add, choice)
-                    assert self.outputs.get(key, []) == tokens, key
+                    assert output == tokens, key
                     assert reason == expected_reason, key
+                else:
+                    assert output == tokens[: len(output)], key
+
+    def assert_cache_is_true(self) -> None:
+        """Every page of the tree holds the KV of its tokens."""
+        for node in self.scheduler.tree.nodes():
+            path, top = [], node
+            while top.parent is not None:
+                path.append(top.tokens)
+                top = top.parent
+            if path:
+                namespace = int(top.key[0].removeprefix("ns"))
+                expected = kv_of(np.concatenate(path[::-1]).tolist(), namespace)
+                held = self.device.kv[node.pages].reshape(-1).tolist()
+                assert held == expected[len(expected) - len(held) :], "a cached page is not true"
 
     def assert_drained(self) -> None:
         """No page leaked: all are free or cached and unlocked."""
@@ -227,7 +249,111 @@ class Engine:
         scheduler.check()
         assert scheduler.tree.num_protected == 0
         assert scheduler.pool.num_free + scheduler.tree.num_evictable == scheduler.pool.capacity
+        self.assert_cache_is_true()
         assert not scheduler._requests and not scheduler._siblings and not scheduler._dirty
+
+
+class FairnessWatch:
+    """Follows an engine's plans: who was admitted when, and whether in a fair order."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.num_plans = 0
+        self.first_admitted = []  # request ids in order
+        self.waits_again = set()  # admitted before, then retracted
+
+    def look(self) -> None:
+        """To be called after each step."""
+        scheduler = self.engine.scheduler
+        by_seed = {derive_seed(add.seed, 0): i for i, add in self.engine.adds.items()}
+        running = {r.request_id for r in scheduler._owners if r is not None}
+        for plan in self.engine.plans[self.num_plans :]:
+            # A request may be retracted and others admitted in later plans only.
+            for admission in plan.admitted:
+                request_id = by_seed[admission.seed]
+                if request_id in self.first_admitted:
+                    self.waits_again.discard(request_id)
+                    continue
+                assert not self.waits_again, f"{request_id} overtook {self.waits_again}"
+                self.first_admitted.append(request_id)
+        self.num_plans = len(self.engine.plans)
+        ended = {request_id for request_id, _ in self.engine.reasons}
+        self.waits_again |= set(self.first_admitted) - running
+        self.waits_again -= ended
+        assert self.first_admitted == sorted(self.first_admitted), "not first come, first served"
+
+
+def random_engine(seed: int, **kw) -> Engine:
+    """An engine under a random load that is small enough to run out of everything."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 1, 4, 16])
+    pool_tokens = rng.choice([48, 64, 96, 320])
+    engine = Engine(
+        **{
+            "overlap": rng.random() < 0.6,
+            "page_size": page_size,
+            "num_pages": pool_tokens // page_size + 1,
+            "max_running": rng.choice([1, 3, 8]),
+            "max_step_tokens": rng.choice([2, 8, 32]),
+            "conservativeness": rng.choice([0.1, 1.0]),
+            "use_radix": rng.random() < 0.85,
+        }
+        | kw
+    )
+    trunk = [rng.randrange(VOCAB) for _ in range(48)]
+    for _ in range(rng.randrange(5, 25)):
+        action = rng.random()
+        if action < 0.75:
+            n = rng.randrange(1, 48)
+            shared = trunk[: rng.choice([0, n // 2, n])]
+            tokens = shared + [rng.randrange(VOCAB) for _ in range(n - len(shared))]
+            namespace = rng.choice([0, 0, 1])
+            ended = sorted(key for key in engine.outputs if key in engine.reasons)
+            if ended and rng.random() < 0.6:  # a second turn
+                key = rng.choice(ended)
+                namespace = engine.adds[key[0]].params.top_k
+                tokens = engine.turn(key) + tokens[-2:]
+                tokens = tokens[: min(pool_tokens, 128)]
+                n = len(tokens)
+            room = min(pool_tokens + 1, 128) - n
+            engine.add(
+                tokens,
+                max_tokens=min(rng.choice([0, 1, 5, 20, 40]), room),
+                n=rng.choice([1, 1, 1, 3]),
+                stop=rng.sample(range(VOCAB), rng.choice([0, 0, 2])),
+                namespace=namespace,
+                prompt_logprobs=rng.choice([None, None, None, 1]),
+            )
+        elif action < 0.9 and engine.adds:
+            choice = rng.choice([None, None, 0, 1])
+            engine.scheduler.handle(Abort(rng.choice(list(engine.adds)), choice))
+        elif action < 0.93:
+            engine.scheduler.handle(Flush(0))
+        for _ in range(rng.choice([0, 1, 2, 5, 20])):
+            engine.step()
+    return engine
+
+
+def run_random(seed: int, **kw) -> Engine:
+    """A random load to its end, with everything checked."""
+    engine = random_engine(seed, **kw)
+    engine.run(5000)
+    engine.assert_outputs()
+    engine.assert_drained()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def core():
+    """This file, which other test files cannot import."""
+    return SimpleNamespace(
+        Engine=Engine,
+        FairnessWatch=FairnessWatch,
+        Scheduler=Scheduler,
+        VOCAB=VOCAB,
+        random_engine=random_engine,
+        run_random=run_random,
+    )
 
 
 @pytest.fixture

@@ -281,6 +281,20 @@ def test_a_prompt_is_shared_as_soon_as_it_is_computed(make_engine, overlap):
     engine.assert_outputs()
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_a_second_turn_reuses_the_first(make_engine, overlap, page_size, max_tokens):
+    engine = make_engine(overlap=overlap, page_size=page_size)
+    engine.add(prompt(11), max_tokens=max_tokens)
+    engine.run()
+    turn = engine.turn((1, 0))
+    engine.add([*turn, 5, 6], max_tokens=3)
+    engine.run()
+    # The KV of the first turn's last token was never computed.
+    assert engine.facts[-1].num_cached == (len(turn) - 1) // page_size * page_size
+    engine.assert_outputs()
+
+
 def test_duplicates_are_freed_and_the_trees_pages_adopted(make_engine, overlap):
     engine = make_engine(overlap=overlap, page_size=4, max_step_tokens=64)
     engine.add(prompt(20), max_tokens=20)
