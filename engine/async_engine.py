@@ -442,18 +442,18 @@ class AsyncEngine:
         return len(self._streams)
 
     async def flush_cache(self) -> int:
-        """Empty the prefix cache; returns how many tokens stay because running requests use them."""
+        """Empty the prefix cache; returns how many tokens stay, because requests use them."""
         reply_id = next(self._ids)
         reply = self._replies[reply_id] = self.loop.create_future()
         self._send(Flush(reply_id))
         return await reply
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; False if some were left and aborted."""
+        """Refuse new requests and wait for the running ones; False if some had to be aborted."""
         self._is_draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             for stream in list(self._streams.values()):
                 stream._fail(EngineError("the server shut down before the request ended"))
             return False

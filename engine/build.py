@@ -65,10 +65,15 @@ class Builder:
     def load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """Tokenizer and chat template. Raises StartError."""
         with self._phase("tokenizer"):
-            source = Path(self.config.tokenizer) if self.config.tokenizer else self.files.tokenizer
-            if not source.exists():
-                raise StartError(f"--tokenizer {source}: there is no such file or folder")
-            tokenizer = Tokenizer.load(source)
+            if self.config.tokenizer is not None:
+                source = Path(self.config.tokenizer)
+                if not source.exists():
+                    raise StartError(f"--tokenizer {source}: there is no such file or folder")
+                tokenizer = Tokenizer.load(source)
+            elif self.files.gguf is not None:  # its metadata is read already
+                tokenizer = Tokenizer.from_gguf(self.files.gguf.metadata)
+            else:
+                tokenizer = Tokenizer.load(self.files.tokenizer)
             tokenizer.eos_ids |= frozenset(self.files.eos_token_ids)
             template: Any = self.files.chat_template or tokenizer.chat_templates
             if self.config.chat_template is not None:

@@ -1,8 +1,8 @@
 """From logits to tokens: penalties, masks, biases, the draw, log-probabilities.
 
 Order (as SGLang's): frequency and presence penalties, min_tokens, repetition penalty, logit bias;
-then, inside the backend's `sample`, temperature, top-k, top-p, min-p and the draw. Log-probabilities
-are of the model's own distribution, before all of that.
+then, inside the backend's `sample`, temperature, top-k, top-p, min-p and the draw.
+Log-probabilities are of the model's own distribution, before all of that.
 
 Runs on: gpu.
 """

@@ -8,6 +8,7 @@ Runs on: pool.
 
 import functools
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import FILTERS
 from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
@@ -27,6 +29,7 @@ Message = dict[str, Any]
 ContentFormat = Literal["string", "parts", "either"]
 
 MAX_CHARS = 1 << 25  # of one rendered prompt, and of each string on the way to it
+_MAX_PRODUCT = 1 << 30  # of a text's and an argument's lengths: replace('a', long) multiplies them
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = frozenset(
     (
@@ -188,7 +191,8 @@ class ChatTemplate:
             raise RequestError(str(e), param="messages") from None
         except Exception as e:  # whatever the template's expressions raise on these messages
             raise RequestError(
-                f"the chat template fails on these messages: {e}", param="messages"
+                f"the chat template fails on these messages: {type(e).__name__}: {e}",
+                param="messages",
             ) from e
         finally:
             _deadline_s.reset(token)
@@ -343,11 +347,15 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**" and (abs(left) > MAX_RANGE or abs(right) > 64):
             raise SecurityError("a power is too large")
         if operator == "%" and isinstance(left, str):
-            raise SecurityError("string formatting with % is not allowed")
+            _check_widths(left)
         return _check_length_of(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_arguments(args, kwargs)
+        # Jinja wraps str.format, to keep it from attributes.
+        receiver = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+        if isinstance(receiver, str) and getattr(obj, "__name__", "") in ("format", "format_map"):
+            _check_widths(receiver)
+        _check_arguments(receiver, args, kwargs)
         return _check_length_of(super().call(context, obj, *args, **kwargs))
 
 
@@ -371,9 +379,8 @@ class _Clock(NodeTransformer):
 
     @staticmethod
     def _check(node: nodes.Node) -> nodes.ExprStmt:
-        # A name that is looked up, not a constant: the compiler would fold that.
-        variable = nodes.Name("messages", "load", lineno=node.lineno)
-        call = nodes.Filter(variable, "check_time", [], [], None, None, lineno=node.lineno)
+        context = nodes.ContextReference(lineno=node.lineno)  # no constant: that would be folded
+        call = nodes.Filter(context, "check_time", [], [], None, None, lineno=node.lineno)
         return nodes.ExprStmt(call, lineno=node.lineno)
 
 
@@ -393,17 +400,28 @@ def _check_length_of(value: Any) -> Any:
     return value
 
 
-def _check_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Widths and counts of padding, indenting and so on stay small."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_CHARS:
-            raise SecurityError(f"the number {value} is too large")
+def _check_arguments(value: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Widths and counts stay small, and so does what `replace` and `join` can make of a value."""
+    size = len(value) if isinstance(value, str | list) else 1
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, int) and abs(argument) > MAX_CHARS:
+            raise SecurityError(f"the number {argument} is too large")
+        if isinstance(argument, str) and size * len(argument) > _MAX_PRODUCT:
+            raise SecurityError("a filter or method would make too long a text")
+
+
+def _check_widths(pattern: str) -> None:
+    if re.search(r"[0-9]{6}|\*", pattern):
+        raise SecurityError("a format string asks for too wide a field")
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # Jinja's marks, as `pass_context`, are attributes: they stay
     def call(*args: Any, **kwargs: Any) -> Any:
-        _check_arguments(args, kwargs)
+        at = 1 if hasattr(function, "jinja_pass_arg") else 0
+        if function is FILTERS["format"]:
+            _check_widths(str(args[at]))
+        _check_arguments(args[at], args[at + 1 :], kwargs)
         return _check_length_of(function(*args, **kwargs))
 
     return call

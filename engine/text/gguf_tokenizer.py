@@ -250,8 +250,8 @@ def _scored_pairs(
     for token, i in pieces.items():
         rank = -scores[i] if types[i] == TokenType.NORMAL else -float("inf")
         for cut in range(1, len(token)):
-            left, right = pieces.get(token[:cut]), pieces.get(token[cut:])
-            if left is not None and right is not None:
+            left = pieces.get(token[:cut])
+            if left is not None and (right := pieces.get(token[cut:])) is not None:
                 yield rank, i, left, right
 
 

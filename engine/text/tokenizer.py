@@ -73,6 +73,11 @@ class Tokenizer:
         self.strips_first_space = any(_strips_first_space(step) for step in steps)
         self._token_bytes = _token_bytes(backend, added, steps)
         self.vocab_size = len(self._token_bytes)
+        self._longest_token = max(
+            len(data.decode("utf-8", "replace")) for data in self._token_bytes
+        )
+        if any(s["type"].startswith("NF") for s in _steps(backend.normalizer, "normalizers")):
+            self._longest_token *= _MAX_COMPOSED
         self._token_texts: dict[bool, list[str | None]] = {}
 
         before, after = self._ends()
@@ -108,7 +113,7 @@ class Tokenizer:
         eos_ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = _read_json(folder / name).get("eos_token_id")
-            eos_ids |= set(value) if isinstance(value, list) else {value} - {None}
+            eos_ids.update(value if isinstance(value, list) else [] if value is None else [value])
         return cls(
             backend,
             special_tokens=special,
@@ -214,8 +219,7 @@ class Tokenizer:
         A longer prompt is too long for certain and need not be tokenized to know it. Whitespace
         that an added token swallows (its lstrip or rstrip) counts as text here.
         """
-        longest = max(len(data.decode("utf-8", "replace")) for data in self._token_bytes)
-        return num_tokens * longest * (_MAX_COMPOSED if self._backend.normalizer else 1)
+        return num_tokens * self._longest_token
 
     def _ends(self) -> tuple[list[int], list[int]]:
         """What the backend's own post-processor puts before and after a text."""
