@@ -15,6 +15,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -210,6 +211,12 @@ class DeviceRuntime(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Warm a function up, capture it as a graph, and return what replays it.
+
+        All graphs share one memory pool. Only where has_graphs.
+        """
 
 
 class Provider(Protocol):

@@ -72,6 +72,7 @@ class Inputs:
         page_size: int,
         max_step_tokens: int,
     ):
+        self.max_context = max_pages * page_size  # tokens
         self._page_size = page_size
         self._max_pages = max_pages
         self._device = runtime.device
@@ -100,15 +101,16 @@ class Inputs:
             else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         )
 
-    def stage(self, plan: StepPlan, table: SlotTable, pad_rows_to: int = 0) -> StepInputs:
+    def stage(self, plan: StepPlan, table: SlotTable, graph_rows: int | None = None) -> StepInputs:
         """Copy a plan to the device.
 
         Args:
             table: the sampling parameters by slot.
-            pad_rows_to: for graphs: add decode rows of slot 0 and length 0 up to this many.
+            graph_rows: for a graph: add decode rows of slot 0 and length 0 up to this many, and
+                leave tokens that only the device knows to the graph.
         """
         rows, tokens = plan.num_rows, plan.num_tokens
-        padding = max(0, pad_rows_to - rows)
+        padding = 0 if graph_rows is None else graph_rows - rows
         sample_rows = np.flatnonzero(plan.samples)
         scored = [np.arange(0)]
         indptr = np.zeros(rows + padding + 1, np.int32)
@@ -163,9 +165,6 @@ class Inputs:
             self._turn = 1 - turn
             if len(plan.page_ids):
                 self.block_table.view(-1)[device["page_entries"]] = device["page_ids"]
-        if (plan.tokens == FROM_DEVICE).any():
-            self._fill_last_tokens(device, mixed=plan.num_decode_rows < rows)
-
         meta = BatchMeta(
             num_rows=rows + padding,
             num_tokens=tokens + padding,
@@ -186,19 +185,23 @@ class Inputs:
             max_kv_len=int(plan.kv_lens.max()),
             shared_groups=plan.shared_groups,
         )
+        if graph_rows is None and (plan.tokens == FROM_DEVICE).any():
+            self.fill_last_tokens(device["tokens"], meta)
         sampling = SamplingRows(
-            temperature=device["temperature"],
-            top_k=device["top_k"],
-            top_p=device["top_p"],
-            min_p=device["min_p"],
-            seeds=device["seeds"],
-            positions=device["sample_positions"],
+            temperature=device["temperature"][:samples],
+            top_k=device["top_k"][:samples],
+            top_p=device["top_p"][:samples],
+            min_p=device["min_p"][:samples],
+            seeds=device["seeds"][:samples],
+            positions=device["sample_positions"][:samples],
             all_greedy=bool((table.temperature[slots] == 0).all()),
             has_top_k=bool((table.top_k[slots] < table.vocab_size).any()),
             has_top_p=bool((table.top_p[slots] < 1).any()),
             has_min_p=bool((table.min_p[slots] > 0).any()),
         )
-        return StepInputs(device["tokens"], meta, sample_rows, device["sample_slots"], sampling)
+        return StepInputs(
+            device["tokens"], meta, sample_rows, device["sample_slots"][:samples], sampling
+        )
 
     def _views(self, counts: dict[str, int]) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
         """The step's arrays on the host and on the device, by name."""
@@ -218,14 +221,13 @@ class Inputs:
         device = {n: source[o : o + size].view(TORCH_DTYPE[dtype]) for n, dtype, o, size in layout}
         return host, device
 
-    def _fill_last_tokens(self, device: dict[str, Tensor], *, mixed: bool) -> None:
+    def fill_last_tokens(self, tokens: Tensor, meta: BatchMeta) -> None:
         """Put the tokens that only the device knows in their places: a row's last, if any."""
-        tokens, slots = device["tokens"], device["slots"].long()
-        last = self.last_tokens[slots]
-        if not mixed:
+        last = self.last_tokens[meta.slots.long()]
+        if meta.num_decode_rows == meta.num_rows:
             torch.where(tokens < 0, last, tokens, out=tokens)
             return
-        ends = device["qo_indptr"][1:].long() - 1
+        ends = meta.qo_indptr[1:].long() - 1
         at_end = tokens[ends]
         tokens[ends] = torch.where(at_end < 0, last, at_end)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
 from ..core.plan import Logprobs, StepPlan, StepResult
+from .graphs import DecodeGraphs
 from .inputs import Inputs
 from .sampler import DeviceLogprobs, Sampled, Sampler, top_logprobs
 
@@ -85,6 +86,7 @@ class ModelRunner:
         page_size: int,
         max_step_tokens: int,
     ):
+        self._graphs: DecodeGraphs | None = None
         self.runtime = runtime
         self.model = model
         self.caches = caches
@@ -98,23 +100,39 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
+    def capture(self, max_rows: int) -> None:
+        """Capture decode steps of up to max_rows requests as graphs."""
+
+        def forward(tokens: Tensor, meta: BatchMeta) -> Tensor:
+            hidden = self.model.forward(tokens, meta, self.caches)
+            return self.model.logits(hidden)
+
+        self._graphs = DecodeGraphs(
+            self.runtime, self.inputs, self.sampler.table, forward, max_rows
+        )
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue a step on the device."""
         for admission in plan.admitted:
             self.sampler.admit(admission)
-        step = self.inputs.stage(plan, self.sampler.table)
-        hidden = self.model.forward(step.tokens, step.meta, self.caches)
-        hidden = hidden[step.meta.logit_tokens]
+        size = self._graphs.size_for(plan) if self._graphs is not None else None
+        step = self.inputs.stage(plan, self.sampler.table, size)
         num_samples = len(step.sample_rows)
-        sampled = None
-        if num_samples:
+        sampled, scored = None, {}
+        if size is not None:
+            logits = self._graphs.replay(size)[:num_samples]
+        else:
+            hidden = self.model.forward(step.tokens, step.meta, self.caches)
+            hidden = hidden[step.meta.logit_tokens]
             logits = self.model.logits(hidden[:num_samples])
+            scored = self._score(plan, hidden[num_samples:])
+        if num_samples:
             slots = plan.slots[step.sample_rows]
             sampled = self.sampler.sample(
                 logits, slots, plan.kv_lens[step.sample_rows], step.sampling
             )
             self.inputs.last_tokens[step.sample_slots] = sampled.tokens.long()
-        scored = self._score(plan, hidden[num_samples:]) if plan.score_tokens else {}
         return InFlight(plan, step.sample_rows, sampled, scored, self.runtime.is_async)
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, DeviceLogprobs]:

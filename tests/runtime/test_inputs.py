@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from stoker.backends import registry
 from stoker.engine.core.plan import FROM_DEVICE, StepPlan
 from stoker.engine.runtime.inputs import Inputs
@@ -76,7 +77,7 @@ def test_scored_rows_follow_the_sampled_ones(inputs):
 
 def test_padding_rows_write_nowhere(inputs):
     plan = make_plan([(1, 2, [5])], [(1, 0, 1)])
-    step = inputs.stage(plan, SlotTable(5, 100), pad_rows_to=4)
+    step = inputs.stage(plan, SlotTable(5, 100), graph_rows=4)
     meta = step.meta
     assert meta.num_rows == meta.num_decode_rows == meta.num_tokens == 4
     assert meta.out_slots.tolist() == [PAGE + 2, -1, -1, -1]

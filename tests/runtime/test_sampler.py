@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from stoker.backends import registry
 from stoker.backends.api import SamplingRows
 from stoker.engine.api.sampling_params import SamplingParams
