@@ -6,11 +6,24 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from stoker.backends.api import BatchMeta, LayerCache
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.models.blocks import Decoder
 from stoker.engine.models.registry import build
+
+SHAPE = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+    tie_word_embeddings=False,
+)
 
 
 class Loop:
@@ -108,3 +121,22 @@ def loop():
 def float32_model():
     """Makes an empty float32 model on the CPU of a config."""
     return lambda config: build(config, TorchOps(), torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def make_hf_model():
+    """Makes a random transformers model of a family: (name, fields of its config)."""
+    return hf_model
+
+
+def hf_model(family: str, fields: dict) -> torch.nn.Module:
+    """Random, with norms and biases that matter, and answers that are not ties."""
+    config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
+    config = config_class(**(SHAPE | fields), bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model

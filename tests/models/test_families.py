@@ -10,20 +10,9 @@ from safetensors.torch import save_file
 from stoker.engine.models.registry import parse_config
 from stoker.engine.runtime import model_files, weights
 
-VOCAB = 300
+VOCAB = 300  # of make_hf_model
 NUM_NEW = 24
 PROMPT_LENS = (41, 5, 1, 18)
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.15,
-    tie_word_embeddings=False,
-)
 
 
 def rope(kind: str, **fields) -> dict:
@@ -79,19 +68,6 @@ CASES = {
 }
 
 
-def make_hf_model(family: str, fields: dict) -> torch.nn.Module:
-    """Random, with norms and biases that matter, and answers that are not ties."""
-    config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
-    config = config_class(**(SHAPE | fields), bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
-
 @torch.inference_mode()
 def hf_logits(hf: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocab]"""
@@ -106,7 +82,7 @@ def load(folder, float32_model):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens(case, tmp_path, loop, float32_model):
+def test_logits_and_greedy_tokens(case, tmp_path, make_hf_model, loop, float32_model):
     hf = make_hf_model(*CASES[case])
     hf.save_pretrained(tmp_path)
     model = load(tmp_path, float32_model)
@@ -160,7 +136,7 @@ def test_logits_and_greedy_tokens(case, tmp_path, loop, float32_model):
         ("qwen2 window", {"layer_types": None, "rope_theta": 10_000.0}),
     ],
 )
-def test_older_config_files_mean_the_same(case, fields, tmp_path):
+def test_older_config_files_mean_the_same(case, fields, tmp_path, make_hf_model):
     make_hf_model(*CASES[case]).save_pretrained(tmp_path)
     new = model_files.resolve(str(tmp_path), needs_weights=False).config
     path = tmp_path / "config.json"
@@ -184,7 +160,9 @@ def test_defaults_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
-def test_the_language_model_of_a_gemma3_with_vision(prefix, tmp_path, loop, float32_model):
+def test_the_language_model_of_a_gemma3_with_vision(
+    prefix, tmp_path, make_hf_model, loop, float32_model
+):
     hf = make_hf_model(*CASES["gemma3 untied, softcap"])
     text_config = hf.config.to_dict()
     outer = {
