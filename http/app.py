@@ -212,6 +212,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["X-Request-Id"] = request[CALLER].id
     if request.app[SERVER].is_draining:
         response.force_close()
+        response.headers["Connection"] = "close"
     if origin := _allowed_origin(request):
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Vary"] = "Origin"

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ..engine.api.errors import EngineError, StokerError
 from .errors import stoker_object
@@ -114,6 +114,7 @@ class EventStream:
         self.request = request
         self.work = work
         self.response = web.StreamResponse(headers=HEADERS)
+        self.is_chunked = True
         self.last_write_s = asyncio.get_running_loop().time()
 
     @property
@@ -150,19 +151,34 @@ class EventStream:
     async def start(self) -> None:
         """Send the headers."""
         await self.response.prepare(self.request)
+        self.is_chunked = self.request.version >= HttpVersion11
         self.last_write_s = asyncio.get_running_loop().time()
 
-    async def send(self, data: bytes) -> None:
-        """Write whole events."""
-        if not self.is_started:
-            await self.start()
-        await self.response.write(data)
+    def write(self, data: bytes) -> None:
+        """Write whole events, without waiting for the client: aiohttp's own write would.
+
+        Raises:
+            ConnectionError: the client is gone.
+        """
+        if not data:
+            return  # an empty chunk would end the response
+        transport = self.request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.is_chunked else data)
+
+    def unsent_bytes(self) -> int:
+        """Bytes that the client's socket has not taken yet."""
+        transport = self.request.transport
+        return transport.get_write_buffer_size() if transport else 0  # type: ignore[attr-defined]
 
     async def finish(self, data: bytes = DONE) -> None:
         """Write the last events; a client that does not read them in time is cut off."""
         try:
             async with asyncio.timeout(self.server.config.stall_timeout_s):
-                await self.send(data)
+                if not self.is_started:
+                    await self.start()
+                self.write(data)
                 await self.response.write_eof()
         except TimeoutError:
             self._cut_off("the client did not read the end of its answer")
@@ -191,20 +207,15 @@ class EventStream:
             ConnectionError: the client went away, or was cut off because it reads too slowly.
         """
         clock = asyncio.get_running_loop().time
-        write = self.response.write
-        unsent_bytes = None
-        behind: dict[int, Output] = {}
         limit = self.server.config.max_tokens_behind
+        behind: dict[int, Output] = {}
         async for output in stream:
             meter(output)
             if output.finish_reason:
                 check_end(output)
-            if unsent_bytes is None:
-                if not self.is_started:
-                    await self.start()
-                assert self.request.transport is not None
-                unsent_bytes = self.request.transport.get_write_buffer_size  # type: ignore[attr-defined]
-            if unsent_bytes() > BEHIND_BYTES:
+            if not self.is_started:
+                await self.start()
+            if self.unsent_bytes() > BEHIND_BYTES:
                 before = behind.get(output.choice)
                 behind[output.choice] = merge(before, output) if before else output
                 if sum(len(held.token_ids) for held in behind.values()) > limit:
@@ -215,32 +226,22 @@ class EventStream:
                 before = behind.pop(output.choice, None)
                 output = merge(before, output) if before else output
                 for held in behind.values():
-                    await write(encode(held))
+                    self.write(encode(held))
                 behind.clear()
-            if data := encode(output):
-                await write(data)
-        if behind:
-            await self._send_late([encode(held) for held in behind.values()])
+            self.write(encode(output))
+        for held in behind.values():
+            self.write(encode(held))
 
     async def keep_alive(self) -> None:
         """Send a comment if the stream has been silent for long."""
         silent_s = asyncio.get_running_loop().time() - self.last_write_s
-        if silent_s < self.server.config.keep_alive_s:
+        if silent_s < self.server.config.keep_alive_s or self.unsent_bytes():
             return
-        transport = self.request.transport
-        if transport is None or (self.is_started and transport.get_write_buffer_size()):  # type: ignore[attr-defined]
-            return
-        self.last_write_s += silent_s
         with contextlib.suppress(ConnectionError):  # the handler learns it by being cancelled
-            await self.send(COMMENT)
-
-    async def _send_late(self, chunks: list[bytes]) -> None:
-        try:
-            async with asyncio.timeout(self.server.config.stall_timeout_s):
-                for chunk in chunks:
-                    await self.response.write(chunk)
-        except TimeoutError:
-            self._cut_off("the client did not read its answer")
+            if not self.is_started:
+                await self.start()
+            self.write(COMMENT)
+            self.last_write_s += silent_s
 
     def _cut_off(self, reason: str) -> NoReturn:
         if self.request.transport is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ def text(prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
 class Served:
     """`async with Served(flag=...) as s`: s.engine, s.server, s.post, s.get, s.events."""
 
-    def __init__(self, *, max_model_len: int = 4096, **flags: Any):
+    def __init__(self, *, max_model_len: int = 4096, sndbuf: int | None = None, **flags: Any):
+        self.sndbuf = sndbuf
         self.config = ServerConfig(**{"model": "fake", "keep_alive_s": 30, **flags})
         self.max_model_len = max_model_len
 
@@ -67,7 +69,10 @@ class Served:
         self.server = app[SERVER]
         self.runner = make_runner(app)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        sock = socket.create_server(("127.0.0.1", 0))
+        if self.sndbuf:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.sndbuf)
+        await web.SockSite(self.runner, sock).start()
         self.port = self.runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from served import CHAT, TEXT, Served, chat, joined, text, user
 
 from stoker.engine.async_engine import Output
-from stoker.http.sse import merge
+from stoker.http.sse import BEHIND_BYTES, EventStream, merge
 
 NUM_BYTES = len(ANSWER.encode())
 
@@ -427,24 +428,10 @@ def test_merging_loses_nothing(answer, sizes):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_a_client_that_is_behind_gets_the_same_text(path, monkeypatch):
     """Whatever the socket's state at each token, the chunks add up to the whole answer."""
-    import random
-
-    from stoker.http import sse
-
     draw = random.Random(1)
-
-    class Transport:
-        def __init__(self, real):
-            self.real = real
-
-        def get_write_buffer_size(self):
-            return draw.choice([0, sse.BEHIND_BYTES + 1])
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
-    real = sse.web.Request.transport.fget
-    monkeypatch.setattr(sse.web.Request, "transport", property(lambda r: Transport(real(r))))
+    monkeypatch.setattr(
+        EventStream, "unsent_bytes", lambda self: draw.choice([0, BEHIND_BYTES + 1])
+    )
     async with Served() as s:
         for fields in ({}, {"n": 3, "temperature": 1.0, "seed": 2}, {"logprobs": 2}):
             if path == CHAT and "logprobs" in fields:
