@@ -23,6 +23,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
@@ -471,30 +472,29 @@ class Scheduler:
         moves, slots = self._shared_of
         if moves == self._num_moves and np.array_equal(slots, decode):
             return self._shared_groups
-        # All that share MIN_SHARED tokens have one node in common, that of the last of these.
-        groups: dict[Node, list[int]] = {}
-        counts: dict[Node, int] = {}
-        for row, slot in enumerate(decode.tolist()):
-            request = self._owner(slot)
-            start, node = request.num_shared, request.node
-            while node is not None and start >= MIN_SHARED:
-                counts[node] = counts.get(node, 0) + 1
-                start -= len(node.tokens)
-                if start < MIN_SHARED:
-                    groups.setdefault(node, []).append(row)
-                node = node.parent
+        # A page in two tables means that all before it is shared too, so one column groups the
+        # rows, and a bisection over columns finds how far a group goes.
+        column = -(-MIN_SHARED // self.page_size) - 1
+        rows = np.flatnonzero(self._capacity[decode] > column * self.page_size)
+        pages = self._table[decode[rows], column] if len(rows) else rows
+        _, group_of, sizes = np.unique(pages, return_inverse=True, return_counts=True)
         self._shared_groups = []
-        for rows in groups.values():
-            if len(rows) > 1:
-                # Up from one row's node to the first that all rows have.
-                request = self._owner(int(decode[rows[0]]))
-                shared, node = request.num_shared, request.node
-                while node is not None and counts[node] < len(rows):
-                    shared -= len(node.tokens)
-                    node = node.parent
-                self._shared_groups.append((np.array(rows, np.int32), shared))
+        for group in np.flatnonzero(sizes > 1).tolist():
+            members = rows[group_of == group]
+            num_pages = self._num_common_pages(decode[members], column + 1)
+            self._shared_groups.append((members.astype(np.int32), num_pages * self.page_size))
         self._shared_of = self._num_moves, decode
         return self._shared_groups
+
+    def _num_common_pages(self, slots: np.ndarray, known: int) -> int:
+        """With how many equal pages the tables of slots begin; `known` of them are."""
+
+        def differs(index: int) -> bool:
+            pages = self._table[slots, index]
+            return bool((pages != pages[0]).any())
+
+        end = int(self._capacity[slots].min()) // self.page_size
+        return bisect_left(range(end), True, lo=known, key=differs)
 
     # ---- commit ------------------------------------------------------------------------------
 

@@ -89,6 +89,11 @@ class Device:
             self.table[admission.slot] = 0
         assert (plan.page_ids > 0).all()
         self.table[plan.page_slots, plan.page_indices] = plan.page_ids
+        for members, length in plan.shared_groups:
+            assert len(members) > 1 and members.max() < plan.num_decode_rows
+            shared = self.table[plan.slots[members], : length // self.page_size]
+            assert shared.size and (shared == shared[0]).all() and length % self.page_size == 0
+            assert length < plan.kv_lens[members].min()
         tokens = np.full(rows, -1, np.int32)
         finite = np.ones(rows, np.bool_)
         scores = {}

@@ -339,9 +339,10 @@ def test_flush_empties_what_nobody_uses(make_engine, overlap):
     engine.assert_outputs()
 
 
-def test_shared_prefixes_are_told(make_engine):
+@pytest.mark.parametrize("page_size", [1, 4, 12, 100])
+def test_shared_prefixes_are_told(make_engine, page_size):
     engine = make_engine(
-        overlap=False, num_pages=4000, max_model_len=600, max_step_tokens=4000, page_size=4
+        overlap=False, num_pages=4000, max_model_len=600, max_step_tokens=4000, page_size=page_size
     )
     trunk, other = prompt(300), prompt(280, 9)
     engine.add(trunk, max_tokens=2)
@@ -360,7 +361,7 @@ def test_shared_prefixes_are_told(make_engine):
     engine.step()
     assert engine.plans[-1].shared_groups is groups  # nothing moved: not computed again
     plan = engine.plans[-1]
-    table = engine.device.table[plan.slots[rows], : length // 4]
+    table = engine.device.table[plan.slots[rows], : length // page_size]
     assert (table == table[0]).all()
     engine.scheduler.handle(Abort(3))
     engine.step()

@@ -15,8 +15,15 @@ from hypothesis.stateful import (
 )
 
 from stoker.engine.api.messages import Abort, Flush
+from stoker.engine.core import scheduler
 
 TRUNK_LEN = 40
+
+
+@pytest.fixture(autouse=True)
+def short_shared_groups(monkeypatch):
+    """Contexts are short here: the device checks groups that share 8 tokens already."""
+    monkeypatch.setattr(scheduler, "MIN_SHARED", 8)
 
 
 def machine(core):
@@ -91,7 +98,7 @@ def test_any_load(core):
     run_state_machine_as_test(
         machine(core),
         settings=settings(
-            max_examples=60,
+            max_examples=50,
             stateful_step_count=25,
             deadline=None,
             phases=[Phase.generate],
@@ -103,9 +110,13 @@ def test_any_load(core):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["alternating", "overlap"])
 def test_random_loads(core, overlap):
-    retractions = evicted = 0
-    for seed in range(40):
-        stats = core.run_random(seed, overlap=overlap).scheduler.stats()
+    retractions = evicted = shared = 0
+    for seed in range(30):
+        engine = core.run_random(seed, overlap=overlap)
+        stats = engine.scheduler.stats()
+        shared += sum(len(plan.shared_groups) for plan in engine.plans)
         retractions += stats.retractions
         evicted += stats.evicted_pages
-    assert retractions > 0 and evicted > 0  # the loads are heavy enough to mean something
+    assert (
+        retractions > 0 and evicted > 0 and shared > 0
+    )  # the loads are heavy enough to mean something
