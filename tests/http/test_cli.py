@@ -1,0 +1,277 @@
+"""Settings from flags, environment and files; the command; the process from start to drain."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from stoker.engine.api.config import EngineConfig
+from stoker.engine.api.errors import StartError
+from stoker.http import cli
+from stoker.http.settings import ServerConfig, load_config, unknown_variables
+
+HERE = Path(__file__).parent
+
+
+def config_of(*flags: str) -> ServerConfig:
+    arguments = cli._parser().parse_args(["serve", *flags])
+    from stoker.http.settings import given_flags
+
+    return load_config(given_flags(arguments), arguments.config)
+
+
+# --- settings ---
+
+
+def test_flags_over_environment_over_file_over_defaults(tmp_path, monkeypatch):
+    file = tmp_path / "c.toml"
+    file.write_text('port = 1\nhost = "f"\nmodel = "from-file"\napi_key = ["a", "b"]\nseed = 9\n')
+    monkeypatch.setenv("STOKER_PORT", "2")
+    monkeypatch.setenv("STOKER_HOST", "e")
+    config = config_of("--config", str(file), "--port", "3")
+    assert (config.port, config.host, config.model) == (3, "e", "from-file")
+    assert (config.api_key, config.seed, config.keep_alive_s) == (("a", "b"), 9, 15)
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text("max_queued_requests: 7\nserved_model_name: [x, y]\n")
+    config = config_of("--config", str(yaml))
+    assert (config.max_queued_requests, config.served_model_name) == (7, ("x", "y"))
+
+
+def test_every_field_has_a_flag_that_sets_it():
+    parser = cli._parser()
+    text = parser.parse_args(["serve", "m"])
+    assert not vars(text).keys() & (ServerConfig.model_fields.keys() - {"model"})
+    for name, field in ServerConfig.model_fields.items():
+        assert field.description, name
+        if name == "model":
+            continue
+        flag = "--" + name.replace("_", "-")
+        value = [] if field.annotation is bool else ["7"]
+        with_choices = re.findall(r"'(\w+)'", str(field.annotation))
+        if with_choices:
+            value = with_choices[-1:]
+        arguments = parser.parse_args(["serve", flag, *value])
+        assert name in vars(arguments), name
+
+
+def test_repeated_flags_and_lists(monkeypatch):
+    assert config_of("m", "--api-key", "a", "--api-key", "b").api_key == ("a", "b")
+    monkeypatch.setenv("STOKER_API_KEY", "x,y")
+    assert config_of("m").api_key == ("x", "y")
+    assert config_of("m", "--access-log").access_log is True
+    monkeypatch.setenv("STOKER_ACCESS_LOG", "1")
+    assert config_of("m").access_log is True
+    assert config_of("m", "--no-access-log").access_log is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "x"], "port: Input should be a valid integer"),
+        (["--port", "70000"], "port"),
+        (["--config", "none.toml"], "no such file"),
+        (["--config", "c.ini"], "want a .yaml or .toml"),
+    ],
+)
+def test_wrong_settings_are_one_line(flags, words, capsys):
+    assert cli.main(["serve", *flags]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_wrong_files(tmp_path, monkeypatch):
+    file = tmp_path / "c.toml"
+    file.write_text("prot = 1\n")
+    with pytest.raises(StartError, match="prot: Extra inputs are not permitted"):
+        config_of("--config", str(file))
+    file.write_text("port = \n")
+    with pytest.raises(StartError, match=r"c\.toml"):
+        config_of("--config", str(file))
+    keys = tmp_path / "keys"
+    with pytest.raises(StartError, match="keys"):
+        ServerConfig(api_key_file=keys).keys()
+    keys.write_text("\n \n")
+    with pytest.raises(StartError, match="holds no key"):
+        ServerConfig(api_key_file=keys).keys()
+    monkeypatch.setenv("STOKER_PORT", "tcp://10.0.0.1:80")
+    with pytest.raises(StartError, match="enableServiceLinks"):
+        config_of()
+    monkeypatch.setenv("STOKER_PROT", "1")
+    assert unknown_variables() == ["STOKER_PROT"]
+
+
+def test_the_environment_is_read_by_load_config_only(monkeypatch):
+    monkeypatch.setenv("STOKER_PORT", "2")
+    assert ServerConfig().port == 8000
+    assert load_config({}).port == 2
+
+
+def test_help_is_grouped(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    groups = {field.json_schema_extra["group"] for field in ServerConfig.model_fields.values()}
+    for group in groups:
+        assert f"\n{group}:\n" in text
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    text = capsys.readouterr().out
+    assert "--api-key-file" not in text
+    for name in EngineConfig.model_fields.keys() - {"model"}:
+        assert "--" + name.replace("_", "-") in text
+
+
+# --- the command as a process ---
+
+
+def environment(**variables: str) -> dict[str, str]:
+    path = os.pathsep.join(sys.path)
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+@pytest.mark.parametrize("command", [["version"], ["--help"], ["serve", "--help"]])
+def test_nothing_heavy_is_imported(command):
+    script = (
+        "import sys\nfrom stoker.http import cli\n"
+        f"try: cli.main({command!r})\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'aiohttp', 'transformers', 'tokenizers', 'numpy', 'rich'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True, timeout=30)
+
+
+class Process:
+    """`serve_fake.py` running; `url` once it serves."""
+
+    def __init__(self, *flags: str, **variables: str):
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "serve_fake.py", "serve", "fake", "--port", "0", *flags],
+            env=environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        line = self.process.stdout.readline()
+        self.url = re.search(r"http://\S+(?=/v1)", line)[0]
+        self.curl = self.process.stdout.readline()
+
+    def post(self, path: str, body: dict) -> urllib.request.Request:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        return urllib.request.urlopen(request, timeout=20)
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+LONG = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+def test_serve_drains_on_sigterm():
+    with Process("--drain-timeout", "10", FAKE_STEP_S="0.005") as p:
+        assert "curl " + p.url in p.curl
+        stream = p.post("/v1/completions", LONG)
+        stream.readline()
+        p.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            p.post("/v1/completions", LONG)
+        assert refused.value.code == 503
+        assert refused.value.headers["Retry-After"]
+        rest = stream.read()
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert rest.count(b"data: {") > 200  # outputs that end inside a character have none
+        assert p.process.wait(10) == 0
+
+
+def test_a_second_signal_aborts():
+    with Process("--drain-timeout", "60") as p:
+        stream = p.post("/v1/completions", {**LONG, "max_tokens": 4000} | {"n": 4})
+        stream.readline()
+        p.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        p.process.send_signal(signal.SIGTERM)
+        rest = stream.read()
+        assert b"shutting down" in rest
+        assert p.process.wait(5) == 0
+
+
+def test_a_dead_engine_ends_the_process():
+    with Process(FAKE_DIES="1", FAKE_STEP_S="0.01") as p:
+        stream = p.post("/v1/completions", LONG)
+        assert b'"server_error"' in stream.read()
+        assert p.process.wait(10) == 70
+        assert "out of memory" in p.process.stderr.read()
+
+
+def test_a_port_in_use_is_known_before_the_model_loads():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, HERE / "serve_fake.py", "serve", "missing", "--port", port],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line == f"stoker: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+def test_a_model_that_cannot_start_is_one_line():
+    done = subprocess.run(
+        [sys.executable, HERE / "serve_fake.py", "serve", "missing", "--port", "0"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (2, "stoker: there is no model here\n")
+    assert done.stdout == ""
+
+
+def test_json_log():
+    with Process("--log-format", "json", "--access-log") as p:
+        p.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).read()
+        p.process.send_signal(signal.SIGTERM)
+        p.process.wait(10)
+        lines = [json.loads(line) for line in p.process.stderr.read().splitlines()]
+    assert any("POST /v1/completions 200" in line["message"] for line in lines)
+
+
+def test_generate_in_process():
+    done = subprocess.run(
+        [sys.executable, HERE / "serve_fake.py", "generate", "--prompt", "hi", "--max-tokens", "9"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (0, "Rivers ru\n")
+
+
+# --- progress ---
+
+
+def test_progress_without_a_terminal(caplog):
+    caplog.set_level("INFO")
+    with cli.StartProgress(has_terminal=False) as progress:
+        for done in range(0, 101):
+            progress("weights", done, 100)
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 11
+    assert lines[-1] == "weights: 100 of 100"
