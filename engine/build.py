@@ -26,6 +26,7 @@ from .text.chat_template import ChatTemplate
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ..backends.api import DeviceRuntime
     from ..backends.registry import Backend
 
 Progress = Callable[[str, int, int], None]
@@ -33,6 +34,8 @@ Progress = Callable[[str, int, int], None]
 CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 8192
+MAX_GRAPH_ROWS = 512
+GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
 
 class Builder:
@@ -99,32 +102,44 @@ class Builder:
             )
             model.load(self._weights(model, runtime.device, dtype))
             runtime.synchronize()
+        is_cpu = runtime.device.type == "cpu"
+        page_size = config.page_size or runtime.default_page_size
+        max_running = config.max_running_requests
+        chunk = config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
+        max_step_tokens = chunk + max_running
+        max_pages = -(-self.max_model_len // page_size)
+
+        def make_runner(num_pages: int) -> ModelRunner:
+            return ModelRunner(
+                model,
+                backend.ops,
+                runtime,
+                kv_buffers.allocate(model.kv_spec, num_pages, page_size, dtype, runtime.device),
+                num_slots=max_running + 1,
+                max_pages=max_pages,
+                page_size=page_size,
+                max_step_tokens=max_step_tokens,
+            )
+
+        working_bytes = 0
+        if not is_cpu:
+            with self._phase("warm-up"):
+                chunk = min(chunk, max_pages * page_size)
+                working_bytes = make_runner(2 + chunk // page_size).measure(chunk)
         with self._phase("kv pool"):
-            page_size = config.page_size or runtime.default_page_size
-            max_running = config.max_running_requests
-            is_cpu = runtime.device.type == "cpu"
-            chunk = config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
-            max_step_tokens = chunk + max_running
-            num_pages = 1 + self._pool_tokens(backend, model, dtype) // page_size
-            caches = kv_buffers.allocate(model.kv_spec, num_pages, page_size, dtype, runtime.device)
+            tokens = self._pool_tokens(runtime, model, dtype, working_bytes)
+            runner = make_runner(1 + tokens // page_size)
+        if runtime.has_graphs and not config.disable_graphs:
+            with self._phase("graphs"):
+                runner.capture(min(max_running, MAX_GRAPH_ROWS))
         scheduler = Scheduler(
-            num_pages=num_pages,
+            num_pages=1 + tokens // page_size,
             page_size=page_size,
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             max_model_len=self.max_model_len,
             use_radix=not config.disable_radix_cache,
             conservativeness=config.schedule_conservativeness,
-        )
-        runner = ModelRunner(
-            model,
-            backend.ops,
-            runtime,
-            caches,
-            num_slots=max_running + 1,
-            max_pages=-(-self.max_model_len // page_size),
-            page_size=page_size,
-            max_step_tokens=max_step_tokens,
         )
         return scheduler, runner
 
@@ -149,16 +164,19 @@ class Builder:
             return weights.from_gguf(files.gguf, files.config, dtype, progress)
         return weights.from_safetensors(list(files.weights), files.config, progress)
 
-    def _pool_tokens(self, backend: Backend, model: Decoder, dtype: torch.dtype) -> int:
-        """How many tokens the KV pool holds."""
-        config, runtime = self.config, backend.runtime
+    def _pool_tokens(
+        self, runtime: DeviceRuntime, model: Decoder, dtype: torch.dtype, working_bytes: int
+    ) -> int:
+        """How many tokens the KV pool holds, with room left for a step's working memory."""
+        config = self.config
         if config.kv_tokens is not None:
             return config.kv_tokens
         free, total = runtime.memory()
         if runtime.device.type == "cpu":
             budget = int(free * CPU_POOL_SHARE)
         else:
-            budget = int(free - total * (1 - config.mem_fraction))
+            reserve = max(int(total * (1 - config.mem_fraction)), working_bytes + GRAPH_BYTES)
+            budget = free - reserve
         per_token = kv_buffers.bytes_per_token(model.kv_spec, dtype)
         tokens = min(budget // per_token, config.max_running_requests * self.max_model_len)
         if tokens < 256:

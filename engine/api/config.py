@@ -78,6 +78,9 @@ class EngineConfig(BaseModel):
         ge=0.1,
         le=10,
     )
+    disable_graphs: bool = option(
+        False, "launch decode steps kernel by kernel (same tokens, for debugging)", "device"
+    )
     disable_overlap: bool = option(
         False,
         "plan a step only when the one before has ended (same tokens, for debugging)",

@@ -52,6 +52,9 @@ class Node:
         self.hit_count = 0
         self.in_heap = False
 
+    def __repr__(self) -> str:
+        return f"node {self.tokens[:8].tolist()} of {len(self.tokens)} tokens"
+
 
 def lru(node: Node) -> float:
     """Evict the least recently used first."""
@@ -204,20 +207,17 @@ class RadixTree:
             is_root = node.parent is None
             num_nodes += not is_root
             sums[node.lock_count > 0] += len(node.pages)
-            where = f"node {node.tokens[:8].tolist()}..."
-            assert len(node.tokens) == len(node.pages) * self.page_size, f"{where}: sizes disagree"
-            assert is_root or len(node.pages), f"{where}: an empty edge"
+            assert len(node.tokens) == len(node.pages) * self.page_size, f"{node}: sizes disagree"
+            assert is_root or len(node.pages), f"{node}: an empty edge"
             below = sum(child.lock_count for child in node.children.values())
             assert node.lock_count >= below, (
-                f"{where}: {node.lock_count} locks, {below} on its children"
+                f"{node}: {node.lock_count} locks, {below} on its children"
             )
             for key, child in node.children.items():
-                assert child.parent is node and child.key == key, f"{where}: a child is misplaced"
-                assert key == child.tokens[: self.page_size].tobytes(), f"{where}: a key is stale"
+                assert child.parent is node and child.key == key, f"{node}: a child is misplaced"
+                assert key == child.tokens[: self.page_size].tobytes(), f"{node}: a key is stale"
             is_candidate = not is_root and not node.children and not node.lock_count
-            assert node.in_heap or not is_candidate, (
-                f"{where}: an evictable leaf is not in the heap"
-            )
+            assert node.in_heap or not is_candidate, f"{node}: an evictable leaf is not in the heap"
             assert not is_root or node.children or node.lock_count, f"empty root {node.key}"
         assert num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}"
         assert sums[True] == self.num_protected, (

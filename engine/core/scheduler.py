@@ -699,16 +699,8 @@ class Scheduler:
         """Raise AssertionError when pages, locks, slots or counts do not agree."""
         size = self.page_size
         self.tree.check()
-        where: dict[int, list[str]] = {page: [] for page in range(1, self.pool.num_pages)}
-
-        def place(pages: np.ndarray, owner: str) -> None:
-            for page in pages.tolist():
-                assert page in where, f"{owner} has page {page}, which is not in the pool"
-                where[page].append(owner)
-
-        place(self.pool.free_pages(), "free")
-        for node in self.tree.nodes():
-            place(node.pages, f"tree at {node.tokens[:4].tolist()}")
+        placed = [("free", self.pool.free_pages())]
+        placed += [("tree", node.pages) for node in self.tree.nodes()]
         num_locks: dict[int, int] = {}
         for slot in self._order.tolist():
             request = self._owner(slot)
@@ -716,7 +708,7 @@ class Scheduler:
             assert request.slot == slot, f"{name}: in slot {slot}, thinks {request.slot}"
             shared = request.num_shared // size
             pages = self._table[slot, : self._capacity[slot] // size]
-            place(pages[shared:], name)
+            placed.append((name, pages[shared:]))
             path: list[np.ndarray] = []
             walk = request.node
             while walk is not None:
@@ -735,10 +727,15 @@ class Scheduler:
             )
         for node in self.tree.nodes():
             held = num_locks.get(id(node), 0)
-            assert node.lock_count == held, (
-                f"node {node.tokens[:4].tolist()}: {node.lock_count} locks, requests hold {held}"
-            )
-        wrong = {page: owners for page, owners in where.items() if len(owners) != 1}
+            assert node.lock_count == held, f"{node}: {node.lock_count} locks, requests hold {held}"
+        num_owners = np.bincount(
+            np.concatenate([pages for _, pages in placed]), minlength=self.pool.num_pages
+        )
+        num_owners[0] += 1  # reserved
+        wrong = {
+            page: [owner for owner, pages in placed if page in pages]
+            for page in np.flatnonzero(num_owners != 1)[:10].tolist()
+        }
         assert not wrong, f"pages that are not in exactly one place: {wrong}"
         slots = sorted(self._free_slots + self._order.tolist())
         assert slots == list(range(1, self.max_running + 1)), f"slots are {slots}"

@@ -46,7 +46,7 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
         self._logits: dict[int, Tensor] = {}
         for size in reversed(self._sizes.tolist()):  # the largest first: the others fit its memory
-            step = inputs.stage(_dummy_plan(), table, graph_rows=size)
+            step = inputs.stage(chunk_plan(1, inputs.page_size), table, graph_rows=size)
             meta = step.meta
             meta.max_kv_len = inputs.max_context  # what a captured kernel must be able to read
 
@@ -69,19 +69,20 @@ class DecodeGraphs:
         return self._logits[size]
 
 
-def _dummy_plan() -> StepPlan:
-    """One decode row of slot 0, whose KV goes to the reserved page 0."""
-    one, none = np.ones(1, np.int32), np.empty(0, np.int32)
+def chunk_plan(num_tokens: int, page_size: int) -> StepPlan:
+    """One row of slot 0 with this many tokens, in the pages 0, 1, ... of an unused pool."""
+    one = np.ones(1, np.int32)
+    pages = np.arange(-(-num_tokens // page_size), dtype=np.int32)
     return StepPlan(
         step=0,
         slots=np.zeros(1, np.int32),
-        q_lens=one,
-        kv_lens=one,
-        num_decode_rows=1,
-        tokens=np.zeros(1, np.int32),
+        q_lens=one * num_tokens,
+        kv_lens=one * num_tokens,
+        num_decode_rows=int(num_tokens == 1),
+        tokens=np.zeros(num_tokens, np.int32),
         samples=np.ones(1, bool),
         prompt_logprobs=-one,
-        page_slots=none,
-        page_indices=none,
-        page_ids=none,
+        page_slots=np.zeros_like(pages),
+        page_indices=pages,
+        page_ids=pages,
     )

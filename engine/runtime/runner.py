@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
 from ..core.plan import Logprobs, StepPlan, StepResult
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, chunk_plan
 from .inputs import Inputs
 from .sampler import DeviceLogprobs, Sampled, Sampler, top_logprobs
 
@@ -98,6 +98,18 @@ class ModelRunner:
             page_size=page_size,
             max_step_tokens=max_step_tokens,
         )
+
+    @torch.inference_mode()
+    def measure(self, num_tokens: int) -> int:
+        """Bytes of working memory that a step of one chunk takes beside weights and KV pool.
+
+        It runs such a step, which also compiles and loads the kernels that it needs.
+        """
+        device = self.runtime.device
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        self.launch(chunk_plan(num_tokens, self.inputs.page_size)).wait()
+        return torch.accelerator.max_memory_allocated(device) - before
 
     @torch.inference_mode()
     def capture(self, max_rows: int) -> None:
