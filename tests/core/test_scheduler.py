@@ -746,3 +746,24 @@ def test_both_modes_give_the_same_tokens_and_the_same_cache(make_engine):
         facts.append({(f.request_id, f.token_ids) for f in engine.facts if isinstance(f, Tokens)})
         cached.append(engine.scheduler.stats().num_cached_pages)
     assert facts[0] == facts[1] and cached[0] == cached[1]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda s: s.pool.take(1), r"not in exactly one place: {\d+: \[\]}"),
+        (lambda s: s.pool._stack.__setitem__(0, 0), r"not in exactly one place: {0: \['free'\]"),
+        (lambda s: s._free_slots.pop(), "slots are"),
+        (lambda s: s.tree.lock(next(s.tree.nodes())), "1 locks, requests hold 0"),
+        (lambda s: setattr(s.tree, "num_evictable", 3), "evictable pages, counted 3"),
+        (lambda s: setattr(s, "_num_waiting_tokens", 4), "0 tokens wait, counted 4"),
+    ],
+)
+def test_check_names_what_is_wrong(core, break_it, message):
+    engine = core.Engine(overlap=False)
+    engine.add(prompt(5), max_tokens=2)
+    engine.run()
+    engine.scheduler.check()
+    break_it(engine.scheduler)
+    with pytest.raises(AssertionError, match=message):
+        engine.scheduler.check()
