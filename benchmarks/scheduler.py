@@ -1,4 +1,3 @@
-# ruff: noqa: INP001 (scripts, no package)
 """What the scheduler costs a step: plan and commit of 256 decoding requests beside a large tree.
 
     python benchmarks/scheduler.py

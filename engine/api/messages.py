@@ -9,6 +9,7 @@ Runs on: any (pure).
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import StokerError
 from .sampling_params import SamplingParams
@@ -69,9 +70,8 @@ class TokenLogprob:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens of one choice.
+class Tokens(NamedTuple):
+    """New tokens of one choice. A NamedTuple, because one is made a stream and step.
 
     Attributes:
         token_ids: this step's tokens; may be empty in the last message.
