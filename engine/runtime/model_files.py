@@ -198,7 +198,10 @@ def _gguf(path: Path, name: str) -> ModelFiles:
         factors = file.data(gguf_map.ROPE_FACTORS).view(np.float32).tolist()
     fields = gguf_map.hf_fields(meta, file.tensors, embedding.shape[0], factors)
     stored = {t.type.name for t in file.tensors.values() if len(t.shape) > 1}
-    fields["dtype"] = {"F32": "float32", "F16": "float16"}.get(min(stored), "bfloat16")
+    if stored <= {"F32", "F16"}:
+        fields["dtype"] = "float16" if "F16" in stored else "float32"
+    else:
+        fields["dtype"] = "bfloat16"  # what most quantized models were made of
     eos = [meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     template = meta.get("tokenizer.chat_template")
     return ModelFiles(

@@ -1,13 +1,15 @@
 """Tiny random models of every family: logits and greedy tokens equal transformers', in float32."""
 
 import json
+import weakref
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from stoker.engine.models.registry import parse_config
+from stoker.backends.cpu.torch_ops import TorchOps
+from stoker.engine.models.registry import build, parse_config
 from stoker.engine.runtime import model_files, weights
 
 VOCAB = 300  # of make_hf_model
@@ -108,6 +110,41 @@ def test_logits_and_greedy_tokens(case, tmp_path, make_hf_model, loop, float32_m
         assert again == outputs
     for prompt, output in zip(prompts[:2], outputs, strict=False):
         assert loop(model, 1, longest).greedy([prompt], [NUM_NEW], 13) == [output]
+
+
+@pytest.mark.parametrize("case", ["llama biases", "qwen3", "gemma3"])
+def test_bfloat16_is_near_float32(case, tmp_path, make_hf_model, loop):
+    hf = make_hf_model(*CASES[case])
+    hf.save_pretrained(tmp_path)
+    files = model_files.resolve(str(tmp_path))
+    model = build(files.config, TorchOps(), torch.device("cpu"), torch.bfloat16)
+    model.load(weights.from_safetensors(list(files.weights), files.config))
+    tokens = list(range(3, 40))
+    (ours,) = loop(model, 1, len(tokens)).step([(0, tokens)])
+    theirs = hf_logits(hf, tokens)
+    assert ours.dtype == torch.float32
+    assert 1e-4 < float((ours - theirs).std() / theirs.std()) < 0.1
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])  # untied, tied
+def test_only_packed_weights_stay_in_memory(case, tmp_path, make_hf_model):
+    given = []
+
+    class Recorder(TorchOps):
+        def pack_linear(self, weight, bias):
+            given.append(weakref.ref(weight))
+            return weight.clone(), bias
+
+    make_hf_model(*CASES[case]).save_pretrained(tmp_path)
+    files = model_files.resolve(str(tmp_path))
+    model = build(files.config, Recorder(), torch.device("cpu"), torch.float32)
+    model.load(weights.from_safetensors(list(files.weights), files.config))
+    kept = [ref() for ref in given if ref() is not None]
+    assert len(given) == 4 * files.config.num_layers + 1
+    if files.config.tie_word_embeddings:  # the head is made of the embedding itself
+        assert [tuple(weight.shape) for weight in kept] == [(VOCAB, 64)]
+    else:
+        assert not kept
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_tensor_of_every_type(kind, dtype, tmp_path, monkeypatch):
 HF_CASES = {  # family to (llama.cpp's name, fields of a small config)
     "Llama": ("llama", dict(attention_bias=True)),
     "Mistral": ("llama", dict(sliding_window=None, head_dim=24)),
-    "Qwen2": ("qwen2", {}),
+    "Qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "Qwen3": ("qwen3", dict(head_dim=24, tie_word_embeddings=True)),
     "Gemma3": (
         "gemma3",

