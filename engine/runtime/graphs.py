@@ -51,6 +51,7 @@ class DecodeGraphs:
             meta.max_kv_len = inputs.max_context  # what a captured kernel must be able to read
 
             def run(size: int = size, tokens: Tensor = step.tokens, meta: BatchMeta = meta) -> None:
+                meta.plans.clear()  # so that what providers derive is derived in each replay
                 inputs.fill_last_tokens(tokens, meta)
                 self._logits[size] = forward(tokens, meta)
 
