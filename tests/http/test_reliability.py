@@ -110,6 +110,40 @@ async def test_idle_streams_get_comments():
         assert reply.raw.endswith(b"data: [DONE]\n\n")
 
 
+async def test_an_error_after_a_comment_is_an_event():
+    async with Served(keep_alive_s=0.05) as s:
+        s.engine.paused.clear()
+        job = asyncio.create_task(s.raw_events(CHAT, chat()))
+        await asyncio.sleep(0.2)
+        for stream in list(s.engine._streams.values()):
+            stream._fail(RuntimeError("/secret"))
+        s.engine.paused.set()
+        error, done = await job
+        assert json.loads(error)["error"]["message"] == "internal error"
+        assert done == b"[DONE]"
+
+
+async def test_a_client_of_http_1_0():
+    async with Served() as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.port)
+        body = json.dumps(text(stream=True, max_tokens=3)).encode()
+        writer.write(b"POST %b HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (TEXT.encode(), len(body)))
+        writer.write(body)
+        head, _, stream = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b" 200 " in head
+        assert b"chunked" not in head
+        assert stream.startswith(b"data: {")
+        assert stream.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+async def test_probes_may_use_head():
+    async with Served() as s:
+        for path in ("/health", "/ready", "/metrics", "/v1/models"):
+            reply = await s.request("HEAD", path)
+            assert (reply.status, reply.raw) == (200, b"")
+
+
 async def test_queue_limit():
     async with Served(max_running_requests=1, max_queued_requests=2) as s:
         s.engine.paused.clear()
