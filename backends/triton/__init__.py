@@ -1,0 +1,71 @@
+"""Portable Triton kernels that the GPU backends share.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+
+    from . import attention, fused, sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, LayerCache, Rope, SamplingRows
+
+
+class TritonOps:
+    """The ops that have a kernel here. A kernel compiles when it is first used."""
+
+    name = "triton"
+
+    def probe(self, runtime: DeviceRuntime) -> str | None:
+        """Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1)."""
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if runtime.device.type == "cpu" and not triton.knobs.runtime.interpret:
+            return "triton has no CPU target"
+        return None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `fused.rms_norm`."""
+        return fused.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `fused.add_rms_norm`."""
+        return fused.add_rms_norm(x, residual, weight, eps)
+
+    def write_qkv(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        rope: Rope | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """See `fused.write_qkv`."""
+        return fused.write_qkv(qkv, meta, cache, spec, rope, q_norm, k_norm, eps)
+
+    def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
+        """See `attention.attend`."""
+        return attention.attend(q, meta, cache, spec)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See `fused.silu_and_mul`."""
+        return fused.silu_and_mul(x)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """See `fused.gelu_and_mul`."""
+        return fused.gelu_and_mul(x)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """See `sampling.sample`."""
+        return sampling.sample(logits, rows)

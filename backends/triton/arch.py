@@ -1,0 +1,43 @@
+"""Which GPU the kernels are compiled for, as far as block sizes depend on it.
+
+Runs on: gpu.
+"""
+
+import functools
+from typing import NamedTuple
+
+import triton
+
+
+class Arch(NamedTuple):
+    """A GPU architecture: its name, shared memory a block may use, and multiprocessors."""
+
+    name: str
+    shared_bytes: int
+    num_cores: int
+
+    @property
+    def is_amd(self) -> bool:
+        return self.name.startswith("gfx")
+
+
+ARCHS = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_80", 166_912, 108),
+        Arch("sm_90", 232_448, 132),
+        Arch("sm_100", 232_448, 148),
+        Arch("gfx942", 65_536, 304),
+        Arch("gfx950", 163_840, 256),
+    )
+}
+
+
+@functools.cache
+def current_arch() -> Arch:
+    """The current device's architecture; one that is not in the table gets modest limits."""
+    if triton.knobs.runtime.interpret:
+        return Arch("interpreter", 65_536, 4)
+    target = triton.runtime.driver.active.get_current_target()
+    name = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+    return ARCHS.get(name, Arch(name, 65_536, 64))

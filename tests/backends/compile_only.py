@@ -1,0 +1,127 @@
+"""Compile Triton kernels for a GPU that is not there.
+
+Inside `CompileOnly("gfx942")` the ordinary launchers may be called with meta tensors: each launch
+is compiled for that target, specialized as it would be in use, and not run.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from stoker.backends.triton.arch import ARCHS, current_arch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+MATRIX_INSTRUCTIONS = {
+    "sm_80": r"\bmma\.sync",
+    "sm_90": r"\b(?:wgmma\.mma_async|mma\.sync)",
+    "sm_100": r"\b(?:tcgen05\.mma|mma\.sync)",
+    "gfx942": r"\bv_mfma",
+    "gfx950": r"\bv_mfma",
+}
+
+
+@dataclass
+class Compiled:
+    """What one launch became."""
+
+    name: str
+    shared_bytes: int
+    num_threads: int
+    spilled: int  # registers (AMD) or bytes of stack (NVIDIA)
+    matrix_instructions: int
+    is_float32: bool  # its first argument is
+
+
+class NoDevice:
+    """What `JITFunction.run` asks of a driver when it only compiles."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target  # the key of the function's kernel cache
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+class CompileOnly:
+    """Context manager; `kernels` lists what was compiled.
+
+    Raises:
+        MemoryError: at a launch that needs more shared memory than the target has.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.kernels: list[Compiled] = []
+
+    def __enter__(self):
+        self._driver, self._run = driver._active, jit.JITFunction.run
+        driver.set_active(NoDevice(TARGETS[self.name]))
+        current_arch.cache_clear()
+        seen = set()
+
+        def run(function, *args, grid, warmup=False, **kwargs):
+            kernel = self._run(function, *args, grid=grid, warmup=True, **kwargs)
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                self.kernels.append(self._describe(function.__name__, kernel, args))
+            return kernel
+
+        jit.JITFunction.run = run
+        return self
+
+    def __exit__(self, *_):
+        jit.JITFunction.run = self._run
+        driver._active = self._driver
+        current_arch.cache_clear()
+
+    def _describe(self, name: str, kernel, args) -> Compiled:
+        shared, limit = kernel.metadata.shared, ARCHS[self.name].shared_bytes
+        if shared > limit:
+            raise MemoryError(f"{name} on {self.name}: {shared} bytes of shared memory > {limit}")
+        is_amd = "amdgcn" in kernel.asm
+        asm = kernel.asm["amdgcn" if is_amd else "ptx"]
+        binary = kernel.asm["hsaco" if is_amd else "cubin"]
+        assert binary[:4] == b"\x7fELF"
+        return Compiled(
+            name,
+            shared,
+            kernel.metadata.num_warps * TARGETS[self.name].warp_size,
+            _amd_spills(asm) if is_amd else _nvidia_stack(binary),
+            len(re.findall(MATRIX_INSTRUCTIONS[self.name], asm)),
+            args[0].dtype == torch.float32,
+        )
+
+
+def _amd_spills(asm: str) -> int:
+    return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", asm)[1])
+
+
+def _nvidia_stack(cubin: bytes) -> int:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", shown.stdout + shown.stderr)[1])

@@ -1,0 +1,140 @@
+"""Every kernel compiles for every GPU we serve, within its limits; no GPU is needed."""
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.backends.api import AttentionSpec, BatchMeta, LayerCache, Rope, SamplingRows
+
+pytest.importorskip("triton", reason="triton is not installed: no compile checks")
+import triton
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("one process cannot both interpret and compile", allow_module_level=True)
+
+from compile_only import TARGETS, CompileOnly
+
+from stoker.backends.triton import attention, fused, sampling
+from stoker.backends.triton.attention import Tile
+
+HAS_DOT = {"_decode", "_extend", "_shared_prefix"}
+MAX_SPILL = 32  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile
+NATIVE_FP8 = {
+    "sm_90": torch.float8_e4m3fn,
+    "sm_100": torch.float8_e4m3fn,
+    "gfx942": torch.float8_e4m3fnuz,
+    "gfx950": torch.float8_e4m3fn,
+}
+
+
+def meta_tensor(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def batch(num_decode: int, q_lens: list[int], page_size: int = 16, tree=False) -> BatchMeta:
+    q_lens = np.array([1] * num_decode + q_lens, np.int32)
+    rows, tokens = len(q_lens), int(q_lens.sum())
+    return BatchMeta(
+        num_rows=rows,
+        num_tokens=tokens,
+        num_decode_rows=num_decode,
+        page_size=page_size,
+        qo_indptr=meta_tensor(rows + 1),
+        kv_lens=meta_tensor(rows),
+        slots=meta_tensor(rows),
+        block_table=meta_tensor(512, 1024),
+        positions=meta_tensor(tokens, dtype=torch.int64),
+        out_slots=meta_tensor(tokens, dtype=torch.int64),
+        logit_tokens=meta_tensor(rows, dtype=torch.int64),
+        qo_indptr_cpu=np.concatenate(([0], q_lens.cumsum())).astype(np.int32),
+        kv_lens_cpu=np.full(rows, 100, np.int32),
+        max_q_len=int(q_lens.max()),
+        max_kv_len=100,
+        tree_mask=meta_tensor(1000, dtype=torch.bool) if tree else None,
+    )
+
+
+def pool(num_pages: int, spec: AttentionSpec, dtype: torch.dtype, page_size=16) -> LayerCache:
+    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+    return LayerCache(meta_tensor(*shape, dtype=dtype), meta_tensor(*shape, dtype=dtype))
+
+
+def launch_attention(spec, dtype, cache_dtype=None, num_pages=1 << 17, **flags):
+    """Decode, extend and a shared prefix; 2 GiB of pool, as in use."""
+    cache = pool(num_pages, spec, cache_dtype or dtype)
+    meta = batch(64, [512, 2048], **flags)
+    meta.shared_groups = [(np.arange(40, dtype=np.int32), 4096)]
+    q = meta_tensor(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype)
+    lse = meta_tensor(meta.num_tokens, spec.num_heads, dtype=torch.float32)
+    attention.attend(q, meta, cache, spec, lse=lse if flags else None)
+
+
+def launch_rest(dtype, cache_dtype):
+    spec = AttentionSpec(32, 8, 128, 128**-0.5)
+    meta = batch(64, [])
+    qkv = meta_tensor(64, 48 * 128, dtype=dtype)
+    weight = meta_tensor(128, dtype=dtype)
+    cos_sin = meta_tensor(8192, 128, dtype=torch.float32)
+    cache = pool(1 << 17, spec, cache_dtype)
+    fused.write_qkv(qkv, meta, cache, spec, Rope(cos_sin, 128), None, None, 1e-6)
+    fused.write_qkv(qkv, meta, cache, spec, Rope(cos_sin, 64, True), weight, weight, 1e-6)
+    fused.write_qkv(qkv, meta, cache, spec, None, None, None, 1e-6)
+    x = meta_tensor(64, 4096, dtype=dtype)
+    fused.rms_norm(x, meta_tensor(4096, dtype=dtype), 1e-6)
+    fused.add_rms_norm(x, x, meta_tensor(4096, dtype=dtype), 1e-6)
+    fused.silu_and_mul(x)
+    fused.gelu_and_mul(x)
+
+
+def launch_sampling(*, greedy: bool):
+    column = meta_tensor(64, dtype=torch.float32)
+    sampling.sample(
+        meta_tensor(64, 128_256, dtype=torch.float32),
+        SamplingRows(
+            temperature=column,
+            top_k=meta_tensor(64),
+            top_p=column,
+            min_p=column,
+            seeds=meta_tensor(64, dtype=torch.int64),
+            positions=meta_tensor(64),
+            all_greedy=greedy,
+            has_top_k=True,
+            has_top_p=True,
+            has_min_p=True,
+        ),
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target):
+    sinks = meta_tensor(64, dtype=torch.bfloat16)
+    with CompileOnly(target) as compiled:
+        llama = AttentionSpec(32, 8, 128, 128**-0.5)
+        launch_attention(llama, torch.bfloat16)
+        launch_attention(llama, torch.bfloat16, tree=True)
+        if target in NATIVE_FP8:
+            launch_attention(llama, torch.bfloat16, NATIVE_FP8[target])
+        launch_attention(AttentionSpec(64, 8, 64, 0.125, 128, None, sinks), torch.bfloat16)
+        launch_attention(AttentionSpec(16, 8, 256, 0.0625, 4096, 50.0), torch.bfloat16)
+        launch_attention(AttentionSpec(9, 3, 64, 0.125), torch.float32)
+        launch_rest(torch.bfloat16, NATIVE_FP8.get(target, torch.bfloat16))
+        launch_sampling(greedy=True)
+        launch_sampling(greedy=False)
+    names = {kernel.name for kernel in compiled.kernels}
+    assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_sample"}
+    for kernel in compiled.kernels:
+        assert kernel.num_threads <= 1024, kernel
+        if kernel.name in HAS_DOT and not kernel.is_float32:
+            assert kernel.matrix_instructions > 0, kernel
+            assert kernel.spilled <= MAX_SPILL, kernel
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_a_tile_that_is_too_large_is_found(target):
+    spec = AttentionSpec(32, 8, 256, 0.0625)
+    meta = batch(0, [512])
+    q = meta_tensor(512, 32, 256, dtype=torch.bfloat16)
+    with CompileOnly(target), pytest.raises(MemoryError, match="shared memory"):
+        attention.attend(
+            q, meta, pool(1 << 10, spec, torch.bfloat16), spec, extend_tile=Tile(128, 128, 8, 4)
+        )

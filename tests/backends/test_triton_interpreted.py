@@ -1,0 +1,43 @@
+"""The Triton kernels' numerics, in Triton's interpreter on the CPU.
+
+TRITON_INTERPRET is read when a kernel is decorated, so these tests run in processes of their own:
+the contract tests with the Triton provider, and `triton_cases.py`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: its kernels are not interpreted")
+
+HERE = Path(__file__).parent
+# The interpreter takes milliseconds a block: float16 goes the way of bfloat16, and of the large
+# cases one dtype is run.
+SELECTIONS = {
+    "fused": ("test_contract.py", "not attend and not sample and not greedy and not write_qkv "
+              "and not linear"),
+    "write_qkv": ("test_contract.py", "write_qkv and (norms-bfloat16 or 64-False--float32)"),
+    "attend": ("test_contract.py", "attend and bfloat16 and not long"),
+    "attend_float32": ("test_contract.py", "attend and float32 and (everything or dim or tree)"),
+    "sample": ("test_contract.py", "(sample or greedy) and not distribution"),
+    "more": ("triton_cases.py", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_in_the_interpreter(name):
+    file, expression = SELECTIONS[name]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_interpreter", "-W", "ignore"]
+    done = subprocess.run(
+        [*command, "-k", expression, str(HERE / file)],
+        cwd=HERE.parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout

@@ -1,0 +1,174 @@
+"""What the contract does not reach: run by `test_triton_interpreted.py`, with the interpreter."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import ORACLE, AttentionCase, build_attention, oracle_inputs, sampling_rows
+
+from stoker.backends.api import LayerCache
+from stoker.backends.reference import uniform
+from stoker.backends.triton import attention, fused, sampling
+
+
+def shared_batch(dtype, groups, page_size=16, window=None, has_sinks=False):
+    """Decode rows whose contexts begin with the same pages, group by group."""
+    rows = [(1, length + extra) for _, length, extras in groups for extra in extras]
+    case = AttentionCase("shared", rows, page_size, 8, 2, 64, window, None, has_sinks)
+    inputs = build_attention(case, dtype)
+    row = 0
+    for name, length, extras in groups:
+        members = np.arange(row, row + len(extras), dtype=np.int32)
+        slots = inputs.meta.slots[members].long()
+        pages = length // page_size
+        inputs.meta.block_table[slots, :pages] = inputs.meta.block_table[slots[0], :pages]
+        if name:
+            inputs.meta.shared_groups.append((members, length))
+        row += len(extras)
+    return inputs
+
+
+GROUPS = [
+    ("alone", 0, [40, 3]),
+    ("first", 160, [1, 17, 33]),
+    ("second", 400, list(range(1, 20))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["", "sinks", "window"])
+def test_a_shared_prefix_read_once_changes_nothing(dtype, kind):
+    groups = [("" if name == "alone" else name, *rest) for name, *rest in GROUPS]
+    window = 30 if kind == "window" else None
+    inputs = shared_batch(dtype, groups, window=window, has_sinks=kind == "sinks")
+    oracle = oracle_inputs(inputs)
+    want = ORACLE.attend(oracle.q, oracle.meta, oracle.cache, oracle.spec)
+    for _ in range(2):  # the second layer uses the first one's plan and counters
+        got = attention.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    is_used = attention.SHARED_KEY in inputs.meta.plans
+    assert is_used == (kind != "window")
+    if is_used:
+        table = inputs.meta.plans[attention.SHARED_KEY]
+        assert table.tile_lens.tolist() == [160, 400, 400]
+        plan = next(iter(inputs.meta.plans[attention.PLAN_KEY].values()))
+        work = plan.work[:, : int(plan.work_indptr[-1])]
+        starts = work[1, work[0] >= 5]
+        assert int(starts.min()) == 400
+
+
+def test_shared_groups_that_do_not_fit_are_left_out():
+    groups = [(np.arange(5, dtype=np.int32), 64), (np.array([7, 8], np.int32), 32)]
+    rows, lens, row_lens = attention.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=2)
+    assert rows.tolist() == [[0, 1, 2, 3], [4, -1, -1, -1]]
+    assert lens.tolist() == [64, 64]
+    assert row_lens.tolist() == [64] * 5 + [0] * 5
+    rows, lens, row_lens = attention.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=1)
+    assert rows.tolist() == [[7, 8, -1, -1]] and lens.tolist() == [32]
+    assert row_lens.tolist() == [0] * 7 + [32, 32, 0]
+
+
+def test_lse_merges_two_halves_of_a_context():
+    case = AttentionCase("lse", [(1, 300), (1, 33), (5, 90)], 16, 4, 2, 64, None, None, True)
+    inputs = build_attention(case, torch.float32)
+    lse = torch.full((7, 4), math.nan)
+    attention.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec, lse=lse)
+    oracle = oracle_inputs(inputs)
+    k = oracle.cache.k.flatten(0, 1)
+    for token, (row, seen) in enumerate([(0, 300), (1, 33), *((2, 86 + i) for i in range(5))]):
+        at = torch.arange(seen)
+        table = oracle.meta.block_table[oracle.meta.slots[row]]
+        keys = k[table[at // 16].long() * 16 + at % 16]
+        for head in range(4):
+            logits = keys[:, head // 2] @ oracle.q[token, head] * oracle.spec.scale
+            assert math.isclose(lse[token, head], logits.logsumexp(0), abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_fp8_cache(kind):
+    case = AttentionCase("fp8", [(1, 300), (1, 33), (1, 0), (20, 90)], 16, 4, 2, 64)
+    inputs = build_attention(case, torch.bfloat16)
+    limit = torch.finfo(kind).max
+    k_scale, v_scale = 0.03, 0.5
+    pools = []
+    for pool, scale in zip(inputs.cache, (k_scale, v_scale), strict=True):
+        pools.append((pool.float() / scale).clamp(-limit, limit).to(kind))
+    cache = LayerCache(*pools)
+    oracle = oracle_inputs(inputs)
+    seen = LayerCache(*(p.double() * s for p, s in zip(pools, (k_scale, v_scale), strict=True)))
+    want = ORACLE.attend(oracle.q, oracle.meta, seen, oracle.spec)
+    got = attention.attend(
+        inputs.q, inputs.meta, cache, inputs.spec, k_scale=k_scale, v_scale=v_scale
+    )
+    real = inputs.real_tokens
+    torch.testing.assert_close(got.double()[real], want[real], rtol=2e-2, atol=2e-2)
+
+    written = LayerCache(*(torch.zeros_like(p) for p in pools))
+    fused.write_qkv(
+        inputs.qkv.clone(), inputs.meta, written, inputs.spec, None, None, None, 1e-6,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    new = inputs.meta.out_slots >= 0
+    width = inputs.spec.head_dim * inputs.spec.num_kv_heads
+    for pool, scale, column in ((written.k, k_scale, -2 * width), (written.v, v_scale, -width)):
+        stop = column + width or None
+        want = (inputs.qkv[new, column:stop].float() / scale).clamp(-limit, limit).to(kind)
+        got = pool.flatten(0, 1)[inputs.meta.out_slots[new]].flatten(1)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_work_items_are_bounded_and_cover_each_context_once():
+    lengths = [1, 5000, 0, 128, 129, 700, 0, 33]
+    case = AttentionCase("plan", [(1, n) for n in lengths], 16, 2, 1, 16)
+    inputs = build_attention(case, torch.float32)
+    attention.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
+    plan = next(iter(inputs.meta.plans[attention.PLAN_KEY].values()))
+    used = int(plan.work_indptr[-1])
+    assert used <= plan.work.shape[1]
+    assert int(plan.counters.abs().sum()) == 0
+    for row, length in enumerate(lengths):
+        first, last = plan.work_indptr[row : row + 2].tolist()
+        items = plan.work[1:, first:last].T.tolist()
+        assert plan.work[0, first:last].tolist() == [row] * (last - first)
+        assert [start for start, _ in items] == [0, *(end for _, end in items)][: len(items)]
+        assert (items[-1][1] if items else 0) == length
+    assert int(plan.work_indptr[2] - plan.work_indptr[1]) > 3
+
+
+draw = sampling._uniform
+
+
+@triton.jit
+def fill(out_ptr, seeds_ptr, positions_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, draw(tl.load(seeds_ptr + i), tl.load(positions_ptr + i)))
+
+
+def test_the_sampler_draws_the_contract_s_random_number():
+    seeds = torch.tensor([0, 1, -1, 2**62, -(2**63), 12345, 7, 7])
+    positions = torch.tensor([0, 1, 2, 3, 4, 2**31 - 1, 0, 1], dtype=torch.int32)
+    out = torch.empty(8)
+    fill[(1,)](out, seeds, positions, 8)
+    assert torch.equal(out, uniform(seeds, positions))
+
+
+def test_thresholds_where_many_candidates_are_equal():
+    """More ties than MAX_CANDIDATES, and a vocabulary that one pass of pivots cannot narrow."""
+    logits = torch.zeros(4, 6000)
+    logits[0, 7] = 1.0  # top-k 5: all the ties stay
+    logits[1, :3000] = 1.0  # top-k 3000: the second half goes
+    logits[2, :3000] = 1e-6  # nearly ties
+    logits[3] = torch.linspace(-1, 1, 6000)
+    params = [
+        (1.0, 5, 1.0, 0.0),
+        (1.0, 3000, 1.0, 0.0),
+        (1.0, 2999, 1.0, 0.0),
+        (1.0, 2500, 0.5, 0.0),
+    ]
+    for seed in range(6):
+        rows = sampling_rows(params, 6000, seed=seed)
+        assert sampling.sample(logits, rows).tolist() == ORACLE.sample(logits, rows).tolist()
