@@ -61,7 +61,7 @@ class Table:
         row = {"group": group, "name": name, "value": round(value, 4), "unit": unit, "ms": ms}
         self.rows.append(row)
         time_ms = "" if ms is None else f"{ms * 1e3:10.1f} us"
-        print(f"{group:10s} {name:58s} {value:10.2f} {unit:8s}{time_ms}", flush=True)
+        print(f"{group:10s} {name:58s} {value:10.4g} {unit:8s}{time_ms}", flush=True)
 
 
 def graph_time_ms(fn: Callable[[int], object], layers: int = 4, repeats: int = 10) -> float:
