@@ -39,8 +39,20 @@ struct bf16 {
 template <class T>
 constexpr int PER_WORD = 4 / sizeof(T);
 
-inline __mmask16 tail(int64_t n) {
+// Which lanes of a vector are meant: all of them (a type of its own, since masked moves are slow),
+// or those of a mask.
+struct All {};
+
+inline __mmask16 first_lanes(int64_t n) {
   return n >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1);
+}
+
+// Calls f(i, lanes) for the vectors that cover n elements.
+template <class F>
+[[gnu::always_inline]] inline void for_vectors(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) f(i, All{});
+  if (i < n) f(i, first_lanes(n - i));
 }
 
 inline Vec widen(__m256i x) {
@@ -60,10 +72,18 @@ inline __m256i narrow(Vec x) {  // to bf16, to nearest even; a NaN stays one
 #endif
 }
 
-inline Vec load(const float* p, __mmask16 m = 0xFFFF) { return _mm512_maskz_loadu_ps(m, p); }
-inline Vec load(const bf16* p, __mmask16 m = 0xFFFF) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
-inline void store(float* p, Vec x, __mmask16 m = 0xFFFF) { _mm512_mask_storeu_ps(p, m, x); }
-inline void store(bf16* p, Vec x, __mmask16 m = 0xFFFF) { _mm256_mask_storeu_epi16(p, m, narrow(x)); }
+inline Vec load(const float* p, All = {}) { return _mm512_loadu_ps(p); }
+inline Vec load(const bf16* p, All = {}) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store(float* p, Vec x, All = {}) { _mm512_storeu_ps(p, x); }
+inline void store(bf16* p, Vec x, All = {}) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+}
+inline Vec load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
+inline Vec load(const bf16* p, __mmask16 m) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
+inline void store(float* p, Vec x, __mmask16 m) { _mm512_mask_storeu_ps(p, m, x); }
+inline void store(bf16* p, Vec x, __mmask16 m) { _mm256_mask_storeu_epi16(p, m, narrow(x)); }
 
 // acc + the products of 16 words of `a` with the words of `b`.
 template <class T>
@@ -114,15 +134,11 @@ inline float exponential(float x) { return _mm512_cvtss_f32(exponential(_mm512_s
 
 // ---- The one matrix product ---------------------------------------------------------------------
 
-// acc[r][v] += sum over k of a[r][word k] * b[k * b_step + 16 v .. + 16].
+// acc[r][v] += sum over k of a[r][word k] * b[k * b_step + 16 v .. + 16], in order of k.
 template <class T, int ROWS, int VECS>
 [[gnu::always_inline]] inline void multiply(Vec (&acc)[ROWS][VECS], const T* a, int64_t a_stride,
                                             const uint32_t* b, int64_t b_step, int64_t words,
                                             int prefetch_words = 0) {
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < words; ++k, b += b_step) {
     Vec column[VECS];
 #pragma GCC unroll 4
@@ -138,6 +154,14 @@ template <class T, int ROWS, int VECS>
       for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add<T>(acc[r][v], column[v], word);
     }
   }
+}
+
+template <int ROWS, int VECS>
+[[gnu::always_inline]] inline void clear(Vec (&acc)[ROWS][VECS]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_setzero_ps();
 }
 
 // Calls f with the number of rows, 1 to MAX, as a constant.
@@ -179,14 +203,22 @@ void linear(const T* x, int64_t x_stride, int64_t num_tokens, const uint32_t* pa
         with_rows<MAX_TILE>(end - begin, [&](auto rows) {
           constexpr int ROWS = rows;
           Vec acc[ROWS][2];
+          clear(acc);
           multiply<T>(acc, x + begin * x_stride, x_stride, packed + p * words * PANEL, PANEL, words,
                       ROWS <= 4 ? 1024 : 0);
-          for (int v = 0; v < 2 && v * LANES < num_columns; ++v) {
-            const __mmask16 m = tail(num_columns - v * LANES);
+          auto finish = [&](int v, auto lanes) {
             const int64_t at = column + v * LANES;
-            const Vec b = bias ? load(bias + at, m) : _mm512_setzero_ps();
+            const Vec b = bias ? load(bias + at, lanes) : _mm512_setzero_ps();
+#pragma GCC unroll 12
             for (int r = 0; r < ROWS; ++r)
-              store(out + (begin + r) * num_out + at, _mm512_add_ps(acc[r][v], b), m);
+              store(out + (begin + r) * num_out + at, _mm512_add_ps(acc[r][v], b), lanes);
+          };
+          if (num_columns == PANEL) {
+            finish(0, All{});
+            finish(1, All{});
+          } else {
+            finish(0, first_lanes(num_columns));
+            if (num_columns > LANES) finish(1, first_lanes(num_columns - LANES));
           }
         });
       }
@@ -221,25 +253,24 @@ struct Weight {
   bool is_f32;
 };
 
-template <class T>
-inline Vec load(const Weight& w, int64_t i, __mmask16 m) {
-  return w.is_f32 ? load(static_cast<const float*>(w.data) + i, m)
-                  : load(static_cast<const T*>(w.data) + i, m);
+template <class T, class Lanes>
+inline Vec load(const Weight& w, int64_t i, Lanes lanes) {
+  return w.is_f32 ? load(static_cast<const float*>(w.data) + i, lanes)
+                  : load(static_cast<const T*>(w.data) + i, lanes);
 }
 
 template <class T, class Out>
 inline void norm_row(const T* x, const Weight& weight, int64_t n, float eps, Out* out) {
   Vec sum = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += LANES) {
-    Vec v = load(x + i, tail(n - i));
+  for_vectors(n, [&](int64_t i, auto lanes) {
+    Vec v = load(x + i, lanes);
     sum = _mm512_fmadd_ps(v, v, sum);
-  }
+  });
   const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps));
-  for (int64_t i = 0; i < n; i += LANES) {
-    const __mmask16 m = tail(n - i);
-    Vec v = _mm512_mul_ps(load(x + i, m), scale);
-    store(out + i, _mm512_mul_ps(v, load<T>(weight, i, m)), m);
-  }
+  for_vectors(n, [&](int64_t i, auto lanes) {
+    Vec v = _mm512_mul_ps(load(x + i, lanes), scale);
+    store(out + i, _mm512_mul_ps(v, load<T>(weight, i, lanes)), lanes);
+  });
 }
 
 // residual, where given, becomes residual + x and is what is normed.
@@ -251,10 +282,9 @@ void rms_norm(const T* x, int64_t x_stride, T* residual, const Weight& weight, i
     const T* from = x + row * x_stride;
     if (residual) {
       T* sum = residual + row * n;
-      for (int64_t i = 0; i < n; i += LANES) {
-        const __mmask16 m = tail(n - i);
-        store(sum + i, _mm512_add_ps(load(from + i, m), load(sum + i, m)), m);
-      }
+      for_vectors(n, [&](int64_t i, auto lanes) {
+        store(sum + i, _mm512_add_ps(load(from + i, lanes), load(sum + i, lanes)), lanes);
+      });
       from = sum;
     }
     norm_row(from, weight, n, eps, out + row * n);
@@ -266,17 +296,16 @@ void gated_activation(const T* x, int64_t x_stride, int64_t num_rows, int64_t n,
 #pragma omp parallel for if (num_rows * n > ACTIVATION_GRAIN)
   for (int64_t row = 0; row < num_rows; ++row) {
     const T *gate = x + row * x_stride, *up = gate + n;
-    for (int64_t i = 0; i < n; i += LANES) {
-      const __mmask16 m = tail(n - i);
-      Vec g = load(gate + i, m), inner = g;
+    for_vectors(n, [&](int64_t i, auto lanes) {
+      Vec g = load(gate + i, lanes), inner = g;
       if (GELU) {  // tanh(u) = 2 sigmoid(2 u) - 1
         Vec cubic = _mm512_fmadd_ps(_mm512_mul_ps(g, g), _mm512_set1_ps(0.044715f),
                                     _mm512_set1_ps(1.0f));
         inner = _mm512_mul_ps(_mm512_mul_ps(g, cubic), _mm512_set1_ps(2 * 0.7978845608f));
       }
-      Vec y = _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(inner)), load(up + i, m));
-      store(out + row * n + i, y, m);
-    }
+      Vec y = _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(inner)), load(up + i, lanes));
+      store(out + row * n + i, y, lanes);
+    });
   }
 }
 
@@ -299,13 +328,12 @@ inline void rotate(float* x, const RopeTable& rope, int64_t position) {
     }
     return;
   }
-  for (int64_t i = 0; i < half; i += LANES) {
-    const __mmask16 m = tail(half - i);
-    const Vec a = load(x + i, m), b = load(x + half + i, m);
-    const Vec c = load(cos + i, m), s = load(sin + i, m);
-    store(x + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), m);
-    store(x + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), m);
-  }
+  for_vectors(half, [&](int64_t i, auto lanes) {
+    const Vec a = load(x + i, lanes), b = load(x + half + i, lanes);
+    const Vec c = load(cos + i, lanes), s = load(sin + i, lanes);
+    store(x + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), lanes);
+    store(x + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), lanes);
+  });
 }
 
 // What does not change from call to call of a layer; native_ops.py has its twin.
@@ -337,13 +365,11 @@ void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positi
       if (norm.data) {
         norm_row(x, norm, dim, layer.eps, wide);
       } else {
-        for (int64_t i = 0; i < dim; i += LANES)
-          store(wide + i, load(x + i, tail(dim - i)), tail(dim - i));
+        for_vectors(dim, [&](int64_t i, auto lanes) { store(wide + i, load(x + i, lanes), lanes); });
       }
       if (layer.rope.cos_sin) rotate(wide, layer.rope, positions[token]);
       T* to = is_query ? x : k_cache + slot * kv_width + (head - layer.num_heads) * dim;
-      for (int64_t i = 0; i < dim; i += LANES)
-        store(to + i, load(wide + i, tail(dim - i)), tail(dim - i));
+      for_vectors(dim, [&](int64_t i, auto lanes) { store(to + i, load(wide + i, lanes), lanes); });
     }
     if (slot >= 0)
       std::memcpy(v_cache + slot * kv_width, row + num_rotated * dim, kv_width * sizeof(T));
@@ -353,15 +379,20 @@ void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positi
 // ---- Attention ----------------------------------------------------------------------------------
 //
 // A context is cut into splits of 256 keys at fixed positions. In a split, the query heads that
-// share a kv head, of up to `MAX_QUERY_ROWS / group` tokens, are the rows of two small products:
-// scores = q k^T, then p v. Splits are merged in order, so decode gives the bits that prefill gave,
-// whether the splits of a long context ran on one thread or on many.
+// share a kv head are the rows of two small products: scores = q k^T, then p v, with 64 keys at a
+// time brought into the order that `multiply` wants. Splits are merged in order, so decode gives
+// the bits that prefill gave, whether a long context's splits ran on one thread or on many.
+//
+// A task of decode takes several kv heads of one row: a token's heads lie side by side, and memory
+// is twice as fast when it is read in order.
 
 constexpr int SPLIT = 256;
-constexpr int GROUP = 64;  // keys side by side in the packed keys
-constexpr int64_t MAX_QUERY_ROWS = 96;
+constexpr int GROUP = 64;
+constexpr int GROUP_VECS = GROUP / LANES;
 constexpr int ROW_TILE = 6;
-constexpr int64_t ATTENTION_GRAIN = 1000;  // keys times kv heads
+constexpr int64_t MAX_QUERY_ROWS = 96;        // of a task, where there are more tokens than one
+constexpr int64_t MAX_GROUP_BYTES = 32 << 10;  // of 64 keys of a task's kv heads
+constexpr int64_t ATTENTION_GRAIN = 1000;      // keys times kv heads
 
 // Who is in the batch; native_ops.py has its twin.
 struct Batch {
@@ -371,14 +402,14 @@ struct Batch {
 };
 
 struct Task {
-  int64_t row, kv_head;
+  int64_t row, kv_head, num_kv_heads;
   int64_t begin, num_tokens;  // new tokens, counted from the row's first
   int64_t mask_begin;         // of the row, in tree_mask
   int64_t split;              // -1: all of them
   float* partial;             // where a single split's state goes
 };
 
-// Softmax in progress, of `rows` query rows: maximum, sum and output of each.
+// Softmax in progress of a task's query rows, [kv head][token][query head of the kv head].
 struct State {
   float *max, *sum, *out;
 };
@@ -416,57 +447,53 @@ inline void transpose(Vec (&x)[16]) {
   for (int i = 0; i < 16; ++i) x[i] = t[i];
 }
 
-// Keys of one split as [group of 64][words][64]; those past the last are zero.
+// 16 keys become 16 columns of [words][64].
 template <class T>
-void pack_keys(const T* const* keys, int num_keys, int64_t words, uint32_t* packed) {
-  for (int first = 0; first < num_keys; first += LANES) {
-    uint32_t* to = packed + first / GROUP * words * GROUP + first % GROUP;
-    for (int64_t k = 0; k < words; k += LANES) {
-      const __mmask16 m = tail(words - k);
-      Vec x[16];
+inline void pack_keys(const T* const* tokens, int64_t at, int64_t words, uint32_t* packed) {
+  for_vectors(words, [&](int64_t k, auto lanes) {
+    Vec x[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i)
-        x[i] = first + i < num_keys
-                   ? _mm512_maskz_loadu_ps(m, reinterpret_cast<const float*>(keys[first + i]) + k)
-                   : _mm512_setzero_ps();
-      transpose(x);
-      const int count = static_cast<int>(std::min<int64_t>(LANES, words - k));
-      for (int i = 0; i < count; ++i) _mm512_storeu_ps(to + (k + i) * GROUP, x[i]);
+    for (int i = 0; i < 16; ++i)
+      x[i] = load(reinterpret_cast<const float*>(tokens[i] + at) + k, lanes);
+    transpose(x);
+    if constexpr (std::is_same_v<decltype(lanes), All>) {
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) store(reinterpret_cast<float*>(packed) + (k + i) * GROUP, x[i]);
+    } else {
+      for (int64_t i = 0; k + i < words; ++i)
+        store(reinterpret_cast<float*>(packed) + (k + i) * GROUP, x[i]);
     }
+  });
+}
+
+// Values of one word's tokens, as [dim] words.
+inline void pack_values(const float* const* tokens, int64_t at, int64_t dim, uint32_t* packed) {
+  std::memcpy(packed, tokens[0] + at, dim * sizeof(float));
+}
+
+inline void pack_values(const bf16* const* tokens, int64_t at, int64_t dim, uint32_t* packed) {
+  for (int64_t d = 0; d < dim; d += LANES) {
+    auto wide = [&](int i) {
+      return _mm512_cvtepu16_epi32(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tokens[i] + at + d)));
+    };
+    _mm512_storeu_si512(packed + d, _mm512_or_si512(wide(0), _mm512_slli_epi32(wide(1), 16)));
   }
 }
 
-// Values as [keys / per word][head_dim] words.
-inline void pack_values(const float* const* values, int num_keys, int64_t dim, uint32_t* packed) {
-  for (int i = 0; i < num_keys; ++i) std::memcpy(packed + i * dim, values[i], dim * 4);
-}
-
-inline void pack_values(const bf16* const* values, int num_keys, int64_t dim, uint32_t* packed) {
-  for (int i = 0; i < num_keys; i += 2)
-    for (int64_t d = 0; d < dim; d += LANES) {
-      auto half = [&](int key) {
-        if (key >= num_keys) return _mm512_setzero_si512();
-        return _mm512_cvtepu16_epi32(
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values[key] + d)));
-      };
-      const __m512i word = _mm512_or_si512(half(i), _mm512_slli_epi32(half(i + 1), 16));
-      _mm512_storeu_si512(packed + i / 2 * dim + d, word);
-    }
-}
-
-// One row's scores become probabilities of type T, in place; returns their maximum and sum.
+// The keys that a row may see.
 struct Visible {
-  int64_t first, last;      // positions of the keys that the row may see
-  const uint8_t* tree;      // or null; indexed by position
+  int64_t first, last;
+  const uint8_t* tree;  // by position, or null
 };
 
+// One row's scores of keys from `position` on become probabilities of type T, in place.
 template <class T>
 void softmax_row(float* scores, int64_t position, int num_keys, const Layer& layer,
                  const Visible& visible, float* max_out, float* sum_out) {
-  const Vec infinity = _mm512_set1_ps(INFINITY), scale = _mm512_set1_ps(layer.scale);
+  const Vec scale = _mm512_set1_ps(layer.scale), lowest = _mm512_set1_ps(-INFINITY);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  Vec max = _mm512_sub_ps(_mm512_setzero_ps(), infinity);
-  const Vec lowest = max;
+  Vec max = lowest;
   for (int i = 0; i < num_keys; i += LANES) {
     Vec s = _mm512_mul_ps(load(scores + i), scale);
     if (layer.softcap != 0) {
@@ -517,20 +544,14 @@ inline void merge(State& state, const State& next, int64_t rows, int64_t dim) {
   }
 }
 
-// A thread's working memory, kept from call to call.
-struct Scratch {
-  std::vector<uint32_t> queries, keys, values;
-  std::vector<float> scores, state, next;
-  const void *key_rows[SPLIT], *value_rows[SPLIT];
-};
-
 template <class T>
 class Attention {
  public:
   Attention(const Batch& batch, const Layer& layer, const T* q, int64_t q_stride, const T* k,
             const T* v, T* out)
       : batch_(batch), layer_(layer), q_(q), q_stride_(q_stride), k_(k), v_(v), out_(out),
-        group_(layer.num_heads / layer.num_kv_heads), dim_(layer.head_dim) {}
+        group_(layer.num_heads / layer.num_kv_heads), dim_(layer.head_dim),
+        words_(layer.head_dim / PER_WORD<T>) {}
 
   void run() {
     static thread_local std::vector<Task> own_tasks, own_merges;
@@ -538,7 +559,7 @@ class Attention {
     // The team must see this thread's lists, not its members' own.
     std::vector<Task>&tasks = own_tasks, &merges = own_merges;
     const int64_t work = plan(tasks, merges, partials);
-#pragma omp parallel if (work > ATTENTION_GRAIN)
+#pragma omp parallel if (work > ATTENTION_GRAIN && tasks.size() > 1)
     {
       static thread_local Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
@@ -549,171 +570,215 @@ class Attention {
   }
 
  private:
+  // A thread's working memory, kept from call to call.
+  struct Scratch {
+    std::vector<uint32_t> queries, packed;
+    std::vector<float> scores, state, next;
+    const T *keys[SPLIT], *values[SPLIT];  // tokens' first heads
+  };
+
   // The first and last split that some of the tokens see.
   std::pair<int64_t, int64_t> splits(int64_t first_position, int64_t last_position) const {
     int64_t first = layer_.window ? std::max<int64_t>(0, first_position - layer_.window + 1) : 0;
     return {first / SPLIT, last_position / SPLIT};
   }
 
-  int64_t state_size() const { return group_ * (dim_ + 2); }
-
   // Decode rows longer than a split become a task a split, with a merge after them.
   int64_t plan(std::vector<Task>& tasks, std::vector<Task>& merges,
                std::vector<float>& partials) const {
     tasks.clear();
     merges.clear();
-    int64_t work = 0;
     const int64_t tile = std::max<int64_t>(1, MAX_QUERY_ROWS / group_);
-    int64_t mask_begin = 0, num_partials = 0;
+    const int64_t head_bytes = GROUP * dim_ * sizeof(T);
+    const int64_t most_heads = std::max<int64_t>(1, MAX_GROUP_BYTES / head_bytes);
+    int64_t work = 0, mask_begin = 0, num_floats = 0;
     for (int64_t row = 0; row < batch_.num_rows; ++row) {
       const int64_t q_len = batch_.qo_indptr[row + 1] - batch_.qo_indptr[row];
       const int64_t kv_len = batch_.kv_lens[row];
       if (q_len == 0 || kv_len == 0) continue;
       work += q_len * kv_len * layer_.num_kv_heads;
       const auto [first, last] = splits(kv_len - 1, kv_len - 1);
-      for (int64_t head = 0; head < layer_.num_kv_heads; ++head) {
+      const int64_t step = q_len == 1 ? most_heads : 1;
+      for (int64_t head = 0; head < layer_.num_kv_heads; head += step) {
+        const int64_t heads = std::min(step, layer_.num_kv_heads - head);
         if (q_len == 1 && first < last) {
-          merges.push_back({row, head, 0, 1, mask_begin, num_partials, nullptr});
-          for (int64_t s = first; s <= last; ++s, ++num_partials)
-            tasks.push_back({row, head, 0, 1, mask_begin, s, nullptr});
+          Task task{row, head, heads, 0, 1, mask_begin, first, nullptr};
+          merges.push_back(task);
+          for (; task.split <= last; ++task.split) tasks.push_back(task);
+          num_floats += (last - first + 1) * state_size(task);
           continue;
         }
         for (int64_t end = q_len; end > 0; end -= tile) {
           const int64_t begin = std::max<int64_t>(0, end - tile);
-          tasks.push_back({row, head, begin, end - begin, mask_begin, -1, nullptr});
+          tasks.push_back({row, head, heads, begin, end - begin, mask_begin, -1, nullptr});
         }
       }
       mask_begin += q_len * kv_len;
     }
-    partials.resize(num_partials * state_size());
+    partials.resize(num_floats);
     float* next = partials.data();
-    for (Task& task : merges) task.partial = partials.data() + task.split * state_size();
+    auto merge_task = merges.begin();
     for (Task& task : tasks)
       if (task.split >= 0) {
+        if (merge_task != merges.end() && task.split == merge_task->split)
+          (merge_task++)->partial = next;
         task.partial = next;
-        next += state_size();
+        next += state_size(task);
       }
     return work;
   }
 
   void compute(const Task& task, Scratch& scratch) const {
-    const int64_t rows = task.num_tokens * group_, words = dim_ / PER_WORD<T>;
-    const int64_t width = rows * (dim_ + 2);
-    scratch.queries.resize(rows * words);
-    scratch.keys.resize(SPLIT * words);
-    scratch.values.resize(SPLIT * dim_ / PER_WORD<T>);
+    const int64_t rows = num_rows(task);
+    scratch.queries.resize(rows * words_);
+    scratch.packed.resize(task.num_kv_heads * GROUP * words_);
     scratch.scores.resize(rows * SPLIT);
-    scratch.state.resize(width);
-    scratch.next.resize(width);
-    for (int64_t t = 0; t < task.num_tokens; ++t)
-      std::memcpy(&scratch.queries[t * group_ * words], query(task, t), group_ * words * 4);
+    scratch.state.resize(state_size(task));
+    scratch.next.resize(state_size(task));
+    uint32_t* to = scratch.queries.data();
+    for (int64_t head = 0; head < task.num_kv_heads; ++head)
+      for (int64_t t = 0; t < task.num_tokens; ++t, to += group_ * words_)
+        std::memcpy(to, query(task, head, t), group_ * words_ * 4);
     if (task.split >= 0) {
       State state = state_at(task.partial, rows);
       compute_split(task, task.split, state, scratch);
       return;
     }
     State state = state_at(scratch.state.data(), rows), next = state_at(scratch.next.data(), rows);
-    const int64_t begin = position(task, 0), end = position(task, task.num_tokens - 1);
-    const auto [first, last] = splits(begin, batch_.tree_mask ? kv_len(task) - 1 : end);
+    const auto [first, last] = splits(position(task, 0), last_key(task));
     compute_split(task, first, state, scratch);
-    for (int64_t s = first + 1; s <= last; ++s) {
-      compute_split(task, s, next, scratch);
+    for (int64_t split = first + 1; split <= last; ++split) {
+      compute_split(task, split, next, scratch);
       merge(state, next, rows, dim_);
     }
     finish(task, state);
   }
 
   void join(const Task& task) const {
-    const int64_t last_position = kv_len(task) - 1;
-    const auto [first, last] = splits(last_position, last_position);
-    State state = state_at(task.partial, group_);
-    for (int64_t s = first + 1; s <= last; ++s)
-      merge(state, state_at(task.partial + (s - first) * state_size(), group_), group_, dim_);
+    const int64_t rows = num_rows(task);
+    const auto [first, last] = splits(position(task, 0), last_key(task));
+    State state = state_at(task.partial, rows);
+    for (int64_t split = first + 1; split <= last; ++split)
+      merge(state, state_at(task.partial + (split - first) * state_size(task), rows), rows, dim_);
     finish(task, state);
   }
 
   // Softmax and output of the task's query rows over one split.
   void compute_split(const Task& task, int64_t split, State& state, Scratch& scratch) const {
-    const int64_t rows = task.num_tokens * group_, words = dim_ / PER_WORD<T>;
-    const int64_t last = batch_.tree_mask ? kv_len(task) - 1 : position(task, task.num_tokens - 1);
     int64_t begin = split * SPLIT;
-    const int64_t end = std::min(begin + SPLIT, last + 1);
+    const int64_t end = std::min(begin + SPLIT, last_key(task) + 1);
     if (layer_.window) {  // skip what no row sees, in whole vectors
       const int64_t seen = position(task, 0) - layer_.window + 1;
       begin = std::max(begin, seen & ~int64_t{LANES - 1});
     }
     const int num_keys = static_cast<int>(end - begin);
     const int padded = (num_keys + LANES - 1) / LANES * LANES;
-    gather(task, begin, num_keys, scratch);
-    pack_keys(reinterpret_cast<const T* const*>(scratch.key_rows), num_keys, words,
-              scratch.keys.data());
-    pack_values(reinterpret_cast<const T* const*>(scratch.value_rows), num_keys, dim_,
-                scratch.values.data());
-
-    for (int64_t r = 0; r < rows; r += ROW_TILE)
-      with_rows<ROW_TILE>(std::min<int64_t>(ROW_TILE, rows - r), [&](auto constant) {
-        constexpr int ROWS = constant;
-        const T* q = reinterpret_cast<const T*>(&scratch.queries[r * words]);
-        for (int first = 0; first < padded; first += GROUP) {
-          Vec acc[ROWS][GROUP / LANES];
-          multiply<T>(acc, q, dim_, scratch.keys.data() + first * words, GROUP, words);
-          for (int i = 0; i < ROWS; ++i)
-            for (int v = 0; v < GROUP / LANES; ++v)
-              store(&scratch.scores[(r + i) * SPLIT + first + v * LANES], acc[i][v]);
-        }
-      });
-    for (int64_t r = 0; r < rows; ++r) {
-      Visible visible{0, position(task, r / group_), nullptr};
+    gather(task, begin, num_keys, padded, scratch);
+    score(task, padded, scratch);
+    const int64_t head_rows = task.num_tokens * group_;
+    for (int64_t r = 0; r < num_rows(task); ++r) {
+      const int64_t token = r % head_rows / group_;
+      Visible visible{0, position(task, token), nullptr};
       if (layer_.window) visible.first = std::max<int64_t>(0, visible.last - layer_.window + 1);
       if (batch_.tree_mask) {
-        visible.last = kv_len(task) - 1;
-        visible.tree =
-            batch_.tree_mask + task.mask_begin + (task.begin + r / group_) * kv_len(task);
+        visible.last = last_key(task);
+        visible.tree = batch_.tree_mask + task.mask_begin + (task.begin + token) * kv_len(task);
       }
       softmax_row<T>(&scratch.scores[r * SPLIT], begin, padded, layer_, visible, &state.max[r],
                      &state.sum[r]);
     }
-    const int64_t steps = (num_keys + PER_WORD<T> - 1) / PER_WORD<T>;
-    for (int64_t r = 0; r < rows; r += ROW_TILE)
-      with_rows<ROW_TILE>(std::min<int64_t>(ROW_TILE, rows - r), [&](auto constant) {
-        constexpr int ROWS = constant;
-        const T* p = reinterpret_cast<const T*>(&scratch.scores[r * SPLIT]);
-        const int64_t p_stride = SPLIT * 4 / sizeof(T);
-        int64_t d = 0;
-        for (; d + GROUP <= dim_; d += GROUP)
-          weigh<ROWS, GROUP / LANES>(p, p_stride, scratch, d, steps, state.out + r * dim_);
-        for (; d < dim_; d += LANES)
-          weigh<ROWS, 1>(p, p_stride, scratch, d, steps, state.out + r * dim_);
-      });
+    weigh(task, padded, scratch, state.out);
   }
 
-  template <int ROWS, int VECS>
-  void weigh(const T* p, int64_t p_stride, const Scratch& scratch, int64_t d, int64_t steps,
-             float* out) const {
-    Vec acc[ROWS][VECS];
-    multiply<T>(acc, p, p_stride, scratch.values.data() + d, dim_, steps);
-    for (int i = 0; i < ROWS; ++i)
-      for (int v = 0; v < VECS; ++v) store(out + i * dim_ + d + v * LANES, acc[i][v]);
-  }
-
-  void gather(const Task& task, int64_t begin, int num_keys, Scratch& scratch) const {
+  // Where the split's tokens lie; those past the last repeat it, and are masked later.
+  void gather(const Task& task, int64_t begin, int num_keys, int padded, Scratch& scratch) const {
     const int32_t* table = batch_.block_table + batch_.slots[task.row] * batch_.table_stride;
     const int64_t token_width = layer_.num_kv_heads * dim_, head = task.kv_head * dim_;
     int64_t page = begin / batch_.page_size, offset = begin % batch_.page_size;
     for (int i = 0; i < num_keys; ++i) {
-      const int64_t slot = table[page] * batch_.page_size + offset;
-      scratch.key_rows[i] = k_ + slot * token_width + head;
-      scratch.value_rows[i] = v_ + slot * token_width + head;
+      const int64_t at = (table[page] * batch_.page_size + offset) * token_width + head;
+      scratch.keys[i] = k_ + at;
+      scratch.values[i] = v_ + at;
       if (++offset == batch_.page_size) {
         offset = 0;
         ++page;
       }
     }
+    for (int i = num_keys; i < padded; ++i) {
+      scratch.keys[i] = scratch.keys[num_keys - 1];
+      scratch.values[i] = scratch.values[num_keys - 1];
+    }
+  }
+
+  // scores[row][key] = q k
+  void score(const Task& task, int padded, Scratch& scratch) const {
+    const int64_t head_rows = task.num_tokens * group_;
+    for (int first = 0; first < padded; first += GROUP) {
+      for (int i = first; i < std::min(first + GROUP, padded); i += LANES)
+        for (int64_t head = 0; head < task.num_kv_heads; ++head)
+          pack_keys(scratch.keys + i, head * dim_, words_,
+                    scratch.packed.data() + head * words_ * GROUP + (i - first));
+      for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+        const uint32_t* keys = scratch.packed.data() + head * words_ * GROUP;
+        for (int64_t r = 0; r < head_rows; r += ROW_TILE)
+          with_rows<ROW_TILE>(head_rows - r, [&](auto constant) {
+            constexpr int ROWS = constant;
+            const int64_t row = head * head_rows + r;
+            const T* q = reinterpret_cast<const T*>(&scratch.queries[row * words_]);
+            Vec acc[ROWS][GROUP_VECS];
+            clear(acc);
+            multiply<T>(acc, q, dim_, keys, GROUP, words_);
+            for (int i = 0; i < ROWS; ++i)
+              for (int v = 0; v < GROUP_VECS; ++v)
+                store(&scratch.scores[(row + i) * SPLIT + first + v * LANES], acc[i][v]);
+          });
+      }
+    }
+  }
+
+  // out[row] = sum over keys of p[row][key] v[key]
+  void weigh(const Task& task, int padded, Scratch& scratch, float* out) const {
+    const int64_t head_rows = task.num_tokens * group_, head_words = GROUP / PER_WORD<T> * dim_;
+    for (int first = 0; first < padded; first += GROUP) {
+      const int num_keys = std::min(GROUP, padded - first), steps = num_keys / PER_WORD<T>;
+      for (int step = 0; step < steps; ++step)
+        for (int64_t head = 0; head < task.num_kv_heads; ++head)
+          pack_values(scratch.values + first + step * PER_WORD<T>, head * dim_, dim_,
+                      scratch.packed.data() + head * head_words + step * dim_);
+      for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+        const uint32_t* values = scratch.packed.data() + head * head_words;
+        for (int64_t r = 0; r < head_rows; r += ROW_TILE)
+          with_rows<ROW_TILE>(head_rows - r, [&](auto rows) {
+            const int64_t row = head * head_rows + r;
+            const T* p = reinterpret_cast<const T*>(&scratch.scores[row * SPLIT]) + first;
+            float* to = out + row * dim_;
+            int64_t d = 0;
+            for (; d + GROUP <= dim_; d += GROUP)
+              weigh_tile<rows, GROUP_VECS>(p, values + d, steps, first == 0, to + d);
+            for (; d < dim_; d += LANES)
+              weigh_tile<rows, 1>(p, values + d, steps, first == 0, to + d);
+          });
+      }
+    }
+  }
+
+  template <int ROWS, int VECS>
+  void weigh_tile(const T* p, const uint32_t* values, int64_t steps, bool is_first,
+                  float* out) const {
+    Vec acc[ROWS][VECS];
+    for (int i = 0; i < ROWS; ++i)
+      for (int v = 0; v < VECS; ++v)
+        acc[i][v] = is_first ? _mm512_setzero_ps() : load(out + i * dim_ + v * LANES);
+    multiply<T>(acc, p, SPLIT * PER_WORD<T>, values, dim_, steps);
+    for (int i = 0; i < ROWS; ++i)
+      for (int v = 0; v < VECS; ++v) store(out + i * dim_ + v * LANES, acc[i][v]);
   }
 
   void finish(const Task& task, const State& state) const {
-    for (int64_t r = 0; r < task.num_tokens * group_; ++r) {
-      const int64_t token = r / group_, head = task.kv_head * group_ + r % group_;
+    const int64_t head_rows = task.num_tokens * group_;
+    for (int64_t r = 0; r < num_rows(task); ++r) {
+      const int64_t token = r % head_rows / group_;
+      const int64_t head = (task.kv_head + r / head_rows) * group_ + r % group_;
       float factor = 1.0f / state.sum[r];
       if (layer_.sinks) {
         const float max = std::max(state.max[r], layer_.sinks[head]);
@@ -726,14 +791,19 @@ class Attention {
     }
   }
 
+  int64_t num_rows(const Task& task) const { return task.num_kv_heads * task.num_tokens * group_; }
+  int64_t state_size(const Task& task) const { return num_rows(task) * (dim_ + 2); }
   int64_t kv_len(const Task& task) const { return batch_.kv_lens[task.row]; }
   int64_t first_token(const Task& task) const { return batch_.qo_indptr[task.row] + task.begin; }
   int64_t position(const Task& task, int64_t token) const {
     const int64_t q_len = batch_.qo_indptr[task.row + 1] - batch_.qo_indptr[task.row];
     return kv_len(task) - q_len + task.begin + token;
   }
-  const T* query(const Task& task, int64_t token) const {
-    return q_ + (first_token(task) + token) * q_stride_ + task.kv_head * group_ * dim_;
+  int64_t last_key(const Task& task) const {  // that any of the tokens sees
+    return batch_.tree_mask ? kv_len(task) - 1 : position(task, task.num_tokens - 1);
+  }
+  const T* query(const Task& task, int64_t head, int64_t token) const {
+    return q_ + (first_token(task) + token) * q_stride_ + (task.kv_head + head) * group_ * dim_;
   }
 
   const Batch& batch_;
@@ -742,7 +812,7 @@ class Attention {
   int64_t q_stride_;
   const T *k_, *v_;
   T* out_;
-  int64_t group_, dim_;
+  int64_t group_, dim_, words_;
 };
 
 // ---- Sampling -----------------------------------------------------------------------------------
@@ -771,13 +841,13 @@ inline float uniform(int64_t seed, int64_t position) {
 inline float max_of(const float* x, int64_t n) {  // a NaN counts as nothing
   Vec max = _mm512_set1_ps(-INFINITY);
   for (int64_t i = 0; i < n; i += LANES)
-    max = _mm512_max_ps(_mm512_mask_loadu_ps(max, tail(n - i), x + i), max);
+    max = _mm512_max_ps(_mm512_mask_loadu_ps(max, first_lanes(n - i), x + i), max);
   return _mm512_reduce_max_ps(max);
 }
 
 inline int64_t index_of(const float* x, int64_t n, float value) {
   for (int64_t i = 0; i < n; i += LANES) {
-    const __mmask16 m = tail(n - i);
+    const __mmask16 m = first_lanes(n - i);
     const __mmask16 hit = _mm512_mask_cmp_ps_mask(m, load(x + i, m), _mm512_set1_ps(value), _CMP_EQ_OQ);
     if (hit) return i + __builtin_ctz(hit);
   }
@@ -798,7 +868,7 @@ float lowest_kept(const float* x, int64_t n, float max, const SamplingRow& row,
   auto mass_above = [&](float cutoff) {
     Vec sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i += LANES) {
-      const __mmask16 m = tail(n - i);
+      const __mmask16 m = first_lanes(n - i);
       const Vec v = load(x + i, m);
       const __mmask16 above = _mm512_mask_cmp_ps_mask(m, v, _mm512_set1_ps(cutoff), _CMP_GE_OQ);
       if (above) sum = _mm512_mask_add_ps(sum, above, sum, unnormalized(v, max, inverse));
@@ -808,7 +878,7 @@ float lowest_kept(const float* x, int64_t n, float max, const SamplingRow& row,
   auto count_above = [&](float cutoff) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-      const __mmask16 m = tail(n - i);
+      const __mmask16 m = first_lanes(n - i);
       count += __builtin_popcount(
           _mm512_mask_cmp_ps_mask(m, load(x + i, m), _mm512_set1_ps(cutoff), _CMP_GE_OQ));
     }
@@ -824,7 +894,7 @@ float lowest_kept(const float* x, int64_t n, float max, const SamplingRow& row,
   near.resize(n + LANES);
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += LANES) {
-    const __mmask16 m = tail(n - i);
+    const __mmask16 m = first_lanes(n - i);
     const Vec v = load(x + i, m);
     const __mmask16 above = _mm512_mask_cmp_ps_mask(m, v, _mm512_set1_ps(cutoff), _CMP_GE_OQ);
     _mm512_storeu_ps(near.data() + count, _mm512_maskz_compress_ps(above, v));
@@ -866,7 +936,7 @@ int64_t sample_row(float* x, int64_t n, const SamplingRow& row) {
     const int64_t end = std::min(n, begin + CDF_BLOCK);
     Vec sum = _mm512_setzero_ps();
     for (int64_t i = begin; i < end; i += LANES) {
-      const __mmask16 m = tail(end - i);
+      const __mmask16 m = first_lanes(end - i);
       const Vec v = load(x + i, m);
       Vec p = unnormalized(v, max, inverse);
       const __mmask16 kept = _mm512_mask_cmp_ps_mask(m, v, _mm512_set1_ps(lowest), _CMP_GE_OQ) &

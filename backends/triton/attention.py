@@ -198,7 +198,7 @@ def _finish(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items"])
 def _plan_decode(
     kv_lens_ptr,
     shared_lens_ptr,
@@ -247,7 +247,7 @@ def _plan_decode(
         tl.store(item + 2 * capacity, tl.minimum(begin + (i + 1) * size, end), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity", "num_shared_splits"])
 def _decode(
     q_ptr,
     k_ptr,
@@ -413,7 +413,7 @@ def _merge(
     return top, weight, merged
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "num_splits"])
 def _shared_prefix(
     q_ptr,
     k_ptr,
@@ -487,7 +487,7 @@ def _shared_prefix(
     tl.store(partial_lse_ptr + at, m + tl.log2(denominator), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _extend(
     q_ptr,
     k_ptr,
@@ -716,7 +716,7 @@ def _plan(meta: BatchMeta, spec: AttentionSpec, rows: int, arch: Arch, tile: Til
         NUM_KV_HEADS=spec.num_kv_heads,
         MIN_TOKENS=MIN_CHUNK,
         BLOCK_N=tile.keys,
-        BLOCK_R=triton.next_power_of_2(rows),
+        BLOCK_R=max(256, triton.next_power_of_2(rows)),
         HAS_SHARED=shared is not None,
         num_warps=4,
     )
