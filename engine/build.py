@@ -131,7 +131,7 @@ class Builder:
             runner = make_runner(1 + tokens // page_size)
         if runtime.has_graphs and not config.disable_graphs:
             with self._phase("graphs"):
-                runner.capture(min(max_running, MAX_GRAPH_ROWS))
+                runner.capture(min(max_running, MAX_GRAPH_ROWS), chunk)
         scheduler = Scheduler(
             num_pages=1 + tokens // page_size,
             page_size=page_size,

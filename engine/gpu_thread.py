@@ -69,20 +69,23 @@ class GPUThread(threading.Thread):
     def _loop(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         overlap = runner.runtime.is_async if self._overlap is None else self._overlap
         in_flight: InFlight | None = None
-        stats = Stats()
+        spent = _Spent()
         while True:
             self.heartbeat_s = time.monotonic()
             if not self._receive(scheduler, wait=in_flight is None and not scheduler.has_work):
                 return
-            began = time.perf_counter()
+            spent.start()
             plan = scheduler.plan(time.monotonic())
-            planned = time.perf_counter()
+            spent.count("plan_s")
             launched = runner.launch(plan) if plan is not None else None
+            spent.count("launch_s")
             if not overlap:
                 in_flight, launched = launched, None
-            after_launch = time.perf_counter()
-            result = in_flight.wait() if in_flight is not None else None
-            waited = time.perf_counter()
+            result = None
+            if in_flight is not None:
+                result = in_flight.wait()
+                spent.count("wait_s")
+                spent.seconds["device_s"] += in_flight.device_s
             in_flight = launched
             facts = scheduler.drain_facts()
             if result is not None:
@@ -90,16 +93,8 @@ class GPUThread(threading.Thread):
             if self._check:
                 scheduler.check()
             if facts or result is not None:
-                done = time.perf_counter()
-                stats = replace(
-                    scheduler.stats(),
-                    batch_tokens=plan.num_tokens if plan is not None else 0,
-                    plan_s=planned - began,
-                    launch_s=after_launch - planned,
-                    wait_s=waited - after_launch,
-                    commit_s=done - waited,
-                )
-                self._post(facts, stats)
+                self._post(facts, replace(scheduler.stats(), **spent.seconds))
+            spent.count("commit_s")
 
     def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
         """Hand all waiting messages to the scheduler; False after Shutdown."""
@@ -112,3 +107,24 @@ class GPUThread(threading.Thread):
                 return False
             scheduler.handle(message)
             wait = False
+
+
+class _Spent:
+    """Adds up where the thread's time goes, in the fields of Stats."""
+
+    def __init__(self) -> None:
+        names = ("plan_s", "launch_s", "wait_s", "commit_s", "cpu_s", "device_s")
+        self.seconds = dict.fromkeys(names, 0.0)
+        self.start()
+
+    def start(self) -> None:
+        """Leave out the time until now."""
+        self._wall, self._cpu = time.perf_counter(), time.thread_time()
+
+    def count(self, name: str) -> None:
+        """The time since the last call was spent on this."""
+        wall, cpu = self._wall, self._cpu
+        self.start()
+        self.seconds[name] += self._wall - wall
+        if name != "wait_s":
+            self.seconds["cpu_s"] += self._cpu - cpu

@@ -111,7 +111,15 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """One step's figures. Counters run up since the start; times are seconds of this step."""
+    """The engine's figures after a step. Gauges first; counters run up since the start.
+
+    Attributes:
+        batch_tokens: tokens of the last step.
+        plan_s, launch_s, commit_s: the GPU thread's own work, wall time; of it, cpu_s is time
+            on a processor: the rest is waiting for the GIL or for the host's scheduler.
+        wait_s: time in which the GPU thread waited for the device, without the GIL.
+        device_s: time in which the device worked on steps.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -119,17 +127,19 @@ class Stats:
     num_pages: int = 0
     num_free_pages: int = 0
     num_cached_pages: int = 0
+    batch_tokens: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
     evicted_pages: int = 0
-    batch_tokens: int = 0
     plan_s: float = 0.0
     launch_s: float = 0.0
-    wait_s: float = 0.0
     commit_s: float = 0.0
+    cpu_s: float = 0.0
+    wait_s: float = 0.0
+    device_s: float = 0.0
 
 
 Message = Add | Abort | Flush | Shutdown

@@ -1,12 +1,13 @@
-"""Decode steps as captured graphs: one launch instead of hundreds.
+"""Steps as captured graphs: one launch instead of hundreds.
 
-A graph is captured for each of a few batch sizes; a smaller batch is padded with rows of slot 0,
-which have no context and write nowhere. Inputs lie at fixed addresses (see inputs.py), so a replay
-needs nothing but the staged copy before it.
+Decode steps are captured for a few batch sizes, short prefill steps for a few token counts; a
+smaller step is padded. Inputs lie at fixed addresses (see inputs.py), so a replay needs nothing
+but the staged copy before it.
 
 Runs on: gpu.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime
 from ..core.plan import StepPlan
-from .inputs import Inputs
+from .inputs import GraphShape, Inputs
 from .sampler import SlotTable
 
-Forward = Callable[[Tensor, BatchMeta], Tensor]  # tokens and batch to logits [rows, vocab]
+Forward = Callable[[Tensor, BatchMeta], Tensor]  # tokens and batch to logits [logit rows, vocab]
+
+# Short steps are bound by the host's launches. Longer ones keep the device busy by themselves.
+SHORT_ROWS = 8
+SHORT_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -26,12 +31,13 @@ def batch_sizes(max_rows: int) -> list[int]:
     return sorted({s for s in sizes if s < max_rows} | {max_rows})
 
 
-class DecodeGraphs:
-    """The captured decode steps of one model.
+class StepGraphs:
+    """The captured steps of one model.
 
     Args:
         forward: the whole step from tokens to logits; it must do the same work each time.
-        max_rows: largest batch to capture.
+        max_rows: largest decode batch to capture.
+        max_tokens: largest short prefill step to capture.
     """
 
     def __init__(
@@ -41,33 +47,47 @@ class DecodeGraphs:
         table: SlotTable,
         forward: Forward,
         max_rows: int,
+        max_tokens: int,
     ):
-        self._sizes = np.array(batch_sizes(max_rows))
-        self._replays: dict[int, Callable[[], None]] = {}
-        self._logits: dict[int, Tensor] = {}
-        for size in reversed(self._sizes.tolist()):  # the largest first: the others fit its memory
-            step = inputs.stage(chunk_plan(1, inputs.page_size), table, graph_rows=size)
+        self._sizes = batch_sizes(max_rows)
+        self._tokens = [n for n in SHORT_TOKENS if n <= max_tokens]
+        self._replays: dict[GraphShape, Callable[[], None]] = {}
+        self._logits: dict[GraphShape, Tensor] = {}
+        shapes = [GraphShape(size, size) for size in self._sizes]
+        shapes += [GraphShape(SHORT_ROWS, n) for n in self._tokens]
+        # The largest first: the others fit in its memory.
+        for shape in sorted(shapes, key=lambda s: -s.tokens):
+            step = inputs.stage(chunk_plan(1, inputs.page_size), table, shape)
             meta = step.meta
-            meta.max_kv_len = inputs.max_context  # what a captured kernel must be able to read
+            # What a captured kernel must be able to do.
+            meta.max_kv_len, meta.max_q_len = inputs.max_context, shape.tokens - shape.rows + 1
 
-            def run(size: int = size, tokens: Tensor = step.tokens, meta: BatchMeta = meta) -> None:
+            def run(
+                shape: GraphShape = shape, tokens: Tensor = step.tokens, meta: BatchMeta = meta
+            ) -> None:
                 meta.plans.clear()  # so that what providers derive is derived in each replay
-                inputs.fill_last_tokens(tokens, meta)
-                self._logits[size] = forward(tokens, meta)
+                inputs.fill_last_tokens(tokens)
+                self._logits[shape] = forward(tokens, meta)
 
-            self._replays[size] = runtime.capture(run)
+            self._replays[shape] = runtime.capture(run)
 
-    def size_for(self, plan: StepPlan) -> int | None:
-        """The graph that a plan fits, by its size; None where it fits none."""
-        rows = plan.num_rows
-        if plan.num_decode_rows < rows or rows > self._sizes[-1] or plan.score_tokens:
+    def shape_for(self, plan: StepPlan) -> GraphShape | None:
+        """The graph that a plan fits; None where it fits none."""
+        rows, tokens = plan.num_rows, plan.num_tokens
+        if plan.score_tokens:
             return None
-        return int(self._sizes[np.searchsorted(self._sizes, rows)])
+        if plan.num_decode_rows == rows and plan.samples.all():
+            at = bisect_left(self._sizes, rows)
+            return GraphShape(self._sizes[at], self._sizes[at]) if at < len(self._sizes) else None
+        at = bisect_left(self._tokens, tokens)
+        if rows > SHORT_ROWS or at == len(self._tokens):
+            return None
+        return GraphShape(SHORT_ROWS, self._tokens[at])
 
-    def replay(self, size: int) -> Tensor:
-        """Run a captured step; its logits [size, vocab] stay valid until the next replay."""
-        self._replays[size]()
-        return self._logits[size]
+    def replay(self, shape: GraphShape) -> Tensor:
+        """Run a captured step; its logits [shape.rows, vocab] stay until the next replay."""
+        self._replays[shape]()
+        return self._logits[shape]
 
 
 def chunk_plan(num_tokens: int, page_size: int) -> StepPlan:

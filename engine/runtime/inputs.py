@@ -10,6 +10,7 @@ Runs on: gpu.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,18 @@ FIELDS = (
     ("page_entries", np.int64, "pages"),
     ("page_ids", np.int32, "pages"),
 )
+
+
+class GraphShape(NamedTuple):
+    """What a captured step is padded to: a decode step has one token a row."""
+
+    rows: int
+    tokens: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it takes decode steps only."""
+        return self.rows == self.tokens
 
 
 @dataclass(slots=True)
@@ -86,7 +99,9 @@ class Inputs:
         self._host: list[Tensor] = []
         self._copied: list[torch.Event | None] = [None, None]
         self._turn = 0
-        self._reserve(64 * (max_step_tokens + num_slots) + 12 * num_slots * max_pages)
+        # Enough for any step, for the buffers must not move once graphs know their addresses.
+        fixed = ALIGN * len(FIELDS) + 64 * (max_step_tokens + num_slots)
+        self._reserve(fixed + 12 * num_slots * max_pages)
 
     def _reserve(self, num_bytes: int) -> None:
         if num_bytes <= self._capacity:
@@ -101,29 +116,34 @@ class Inputs:
             else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         )
 
-    def stage(self, plan: StepPlan, table: SlotTable, graph_rows: int | None = None) -> StepInputs:
+    def stage(
+        self, plan: StepPlan, table: SlotTable, shape: GraphShape | None = None
+    ) -> StepInputs:
         """Copy a plan to the device.
 
         Args:
             table: the sampling parameters by slot.
-            graph_rows: for a graph: add decode rows of slot 0 and length 0 up to this many, and
-                leave tokens that only the device knows to the graph.
+            shape: for a graph: pad to this shape, and leave tokens that only the device knows to
+                the graph. Padding rows are of slot 0, have no context, and write nowhere.
         """
         rows, tokens = plan.num_rows, plan.num_tokens
-        padding = 0 if graph_rows is None else graph_rows - rows
         sample_rows = np.flatnonzero(plan.samples)
-        scored = [np.arange(0)]
-        indptr = np.zeros(rows + padding + 1, np.int32)
+        samples = len(sample_rows)
+        more_rows = shape.rows - rows if shape is not None else 0
+        all_tokens = shape.tokens if shape is not None else tokens
+        indptr = np.zeros(rows + more_rows + 1, np.int32)
         np.cumsum(plan.q_lens, out=indptr[1 : rows + 1])
-        indptr[rows + 1 :] = tokens + np.arange(1, padding + 1)
-        scored += [np.arange(indptr[row], indptr[row + 1]) for row in plan.score_tokens]
-        scored_tokens = np.concatenate(scored) if len(scored) > 1 else scored[0]
+        indptr[rows + 1 :] = tokens
+        if shape is not None and shape.is_decode:
+            indptr[rows + 1 :] += np.arange(1, more_rows + 1)
+        scored = [np.arange(indptr[row], indptr[row + 1]) for row in plan.score_tokens]
+        all_samples = shape.rows if shape is not None else samples
         counts = {
-            "tokens": tokens + padding,
-            "rows": rows + padding,
-            "rows+1": rows + padding + 1,
-            "samples": len(sample_rows) + padding,
-            "logits": len(sample_rows) + padding + len(scored_tokens),
+            "tokens": all_tokens,
+            "rows": rows + more_rows,
+            "rows+1": rows + more_rows + 1,
+            "samples": all_samples,
+            "logits": all_samples + sum(map(len, scored)),
             "pages": len(plan.page_ids),
         }
         host, device = self._views(counts)
@@ -134,20 +154,21 @@ class Inputs:
         host["page_ids"][:] = plan.page_ids
 
         row_of_token = np.repeat(np.arange(rows), plan.q_lens)
+        row_slots = plan.slots[row_of_token]
         starts = plan.kv_lens - plan.q_lens
         positions = np.arange(tokens) - indptr[row_of_token] + starts[row_of_token]
-        pages = self._tables[plan.slots[row_of_token], positions // self.page_size]
+        pages = self._tables[row_slots, positions // self.page_size]
         last = indptr[1 : rows + 1] - 1
-        _fill(host["tokens"], plan.tokens, 0)
+        # A token that only the device knows is staged as minus its slot, which is at least 1.
+        _fill(host["tokens"], np.where(plan.tokens == FROM_DEVICE, -row_slots, plan.tokens), 0)
         _fill(host["positions"], positions, 0)
         _fill(host["out_slots"], pages * np.int64(self.page_size) + positions % self.page_size, -1)
         _fill(host["kv_lens"], plan.kv_lens, 0)
         _fill(host["slots"], plan.slots, 0)
         host["qo_indptr"][:] = indptr
-        samples = len(sample_rows)
-        host["logit_tokens"][:samples] = last[sample_rows]
-        host["logit_tokens"][samples : samples + padding] = tokens + np.arange(padding)
-        host["logit_tokens"][samples + padding :] = scored_tokens
+        _fill(host["logit_tokens"][:all_samples], last[sample_rows], 0)
+        if scored:
+            host["logit_tokens"][all_samples:] = np.concatenate(scored)
         slots = plan.slots[sample_rows]
         _fill(host["sample_slots"], slots, 0)
         _fill(host["sample_positions"], plan.kv_lens[sample_rows], 0)
@@ -163,10 +184,13 @@ class Inputs:
             self._turn = 1 - turn
             if len(plan.page_ids):
                 self.block_table.view(-1)[device["page_entries"]] = device["page_ids"]
+        num_decode_rows = plan.num_decode_rows
+        if shape is not None:
+            num_decode_rows = shape.rows if shape.is_decode else 0
         meta = BatchMeta(
-            num_rows=rows + padding,
-            num_tokens=tokens + padding,
-            num_decode_rows=rows + padding if padding else plan.num_decode_rows,
+            num_rows=rows + more_rows,
+            num_tokens=all_tokens,
+            num_decode_rows=num_decode_rows,
             page_size=self.page_size,
             qo_indptr=device["qo_indptr"],
             kv_lens=device["kv_lens"],
@@ -176,15 +200,13 @@ class Inputs:
             out_slots=device["out_slots"],
             logit_tokens=device["logit_tokens"],
             qo_indptr_cpu=indptr,
-            kv_lens_cpu=np.concatenate([plan.kv_lens, np.zeros(padding, np.int32)])
-            if padding
-            else plan.kv_lens,
+            kv_lens_cpu=np.concatenate([plan.kv_lens, np.zeros(more_rows, np.int32)]),
             max_q_len=int(plan.q_lens.max()),
             max_kv_len=int(plan.kv_lens.max()),
             shared_groups=plan.shared_groups,
         )
-        if graph_rows is None and (plan.tokens == FROM_DEVICE).any():
-            self.fill_last_tokens(device["tokens"], meta)
+        if shape is None and (plan.tokens == FROM_DEVICE).any():
+            self.fill_last_tokens(device["tokens"])
         sampling = SamplingRows(
             temperature=device["temperature"][:samples],
             top_k=device["top_k"][:samples],
@@ -219,15 +241,10 @@ class Inputs:
         device = {n: source[o : o + size].view(TORCH_DTYPE[dtype]) for n, dtype, o, size in layout}
         return host, device
 
-    def fill_last_tokens(self, tokens: Tensor, meta: BatchMeta) -> None:
-        """Put the tokens that only the device knows in their places: a row's last, if any."""
-        last = self.last_tokens[meta.slots.long()]
-        if meta.num_decode_rows == meta.num_rows:
-            torch.where(tokens < 0, last, tokens, out=tokens)
-            return
-        ends = meta.qo_indptr[1:].long() - 1
-        at_end = tokens[ends]
-        tokens[ends] = torch.where(at_end < 0, last, at_end)
+    def fill_last_tokens(self, tokens: Tensor) -> None:
+        """Put the tokens that only the device knows in their places."""
+        last = self.last_tokens.take(tokens.neg().clamp_(min=0))
+        torch.where(tokens < 0, last, tokens, out=tokens)
 
 
 TORCH_DTYPE = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}

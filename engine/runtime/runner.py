@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
 from ..core.plan import Logprobs, StepPlan, StepResult
-from .graphs import DecodeGraphs, chunk_plan
+from .graphs import StepGraphs, chunk_plan
 from .inputs import Inputs
 from .sampler import DeviceLogprobs, Sampled, Sampler, top_logprobs
 
@@ -31,7 +31,12 @@ class Model(Protocol):
 
 
 class InFlight:
-    """A launched step. `wait` gives its result; it blocks without the GIL."""
+    """A launched step. `wait` gives its result; it blocks without the GIL.
+
+    Attributes:
+        device_s: how long the device worked on it, known after `wait`; 0 where the device is
+            the host, whose work is done when a launch returns.
+    """
 
     def __init__(
         self,
@@ -39,31 +44,34 @@ class InFlight:
         sample_rows: np.ndarray,
         sampled: Sampled | None,
         prompt_logprobs: dict[int, DeviceLogprobs],
-        is_async: bool,
+        began: torch.Event | None,
     ):
+        self.device_s = 0.0
         self._plan = plan
         self._sample_rows = sample_rows
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
-        self._event = None
+        self._began = began
+        is_async = began is not None
         if sampled is not None:
             self._tokens = _to_host(sampled.tokens, is_async)
             self._is_finite = _to_host(sampled.is_finite, is_async)
         if is_async:
-            self._event = torch.Event(blocking=True)
-            self._event.record()
+            self._ended = torch.Event(enable_timing=True, blocking=True)
+            self._ended.record()
 
     def wait(self) -> StepResult:
         """The step's result, once the device is done with it."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._began is not None:
+            self._ended.synchronize()
+            self.device_s = self._began.elapsed_time(self._ended) / 1e3
         plan, rows = self._plan, self._sample_rows
         tokens = np.full(plan.num_rows, -1, np.int32)
         is_finite = np.ones(plan.num_rows, bool)
         logprobs = None
         if self._sampled is not None:
-            tokens[rows] = self._tokens.numpy()[: len(rows)]
-            is_finite[rows] = self._is_finite.numpy()[: len(rows)]
+            tokens[rows] = self._tokens.numpy()
+            is_finite[rows] = self._is_finite.numpy()
             if self._sampled.logprobs is not None:
                 at = rows[self._sampled.logprob_rows]
                 logprobs = _spread(self._sampled.logprobs, at, plan.num_rows)
@@ -86,7 +94,7 @@ class ModelRunner:
         page_size: int,
         max_step_tokens: int,
     ):
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self.runtime = runtime
         self.model = model
         self.caches = caches
@@ -112,15 +120,17 @@ class ModelRunner:
         return torch.accelerator.max_memory_allocated(device) - before
 
     @torch.inference_mode()
-    def capture(self, max_rows: int) -> None:
-        """Capture decode steps of up to max_rows requests as graphs."""
+    def capture(self, max_rows: int, max_tokens: int) -> None:
+        """Capture decode steps of up to max_rows requests, and short prefill steps, as graphs."""
 
         def forward(tokens: Tensor, meta: BatchMeta) -> Tensor:
             hidden = self.model.forward(tokens, meta, self.caches)
+            if meta.num_decode_rows < meta.num_rows:
+                hidden = hidden[meta.logit_tokens]
             return self.model.logits(hidden)
 
-        self._graphs = DecodeGraphs(
-            self.runtime, self.inputs, self.sampler.table, forward, max_rows
+        self._graphs = StepGraphs(
+            self.runtime, self.inputs, self.sampler.table, forward, max_rows, max_tokens
         )
 
     @torch.inference_mode()
@@ -128,12 +138,17 @@ class ModelRunner:
         """Queue a step on the device."""
         for admission in plan.admitted:
             self.sampler.admit(admission)
-        size = self._graphs.size_for(plan) if self._graphs is not None else None
-        step = self.inputs.stage(plan, self.sampler.table, size)
+        began = None
+        if self.runtime.is_async:
+            began = torch.Event(enable_timing=True)
+            began.record()
+        graphs = self._graphs
+        shape = graphs.shape_for(plan) if graphs is not None else None
+        step = self.inputs.stage(plan, self.sampler.table, shape)
         num_samples = len(step.sample_rows)
         sampled, scored = None, {}
-        if size is not None:
-            logits = self._graphs.replay(size)[:num_samples]
+        if graphs is not None and shape is not None:
+            logits = graphs.replay(shape)[:num_samples]
         else:
             hidden = self.model.forward(step.tokens, step.meta, self.caches)
             hidden = hidden[step.meta.logit_tokens]
@@ -145,7 +160,7 @@ class ModelRunner:
                 logits, slots, plan.kv_lens[step.sample_rows], step.sampling
             )
             self.inputs.last_tokens[step.sample_slots] = sampled.tokens.long()
-        return InFlight(plan, step.sample_rows, sampled, scored, self.runtime.is_async)
+        return InFlight(plan, step.sample_rows, sampled, scored, began)
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, DeviceLogprobs]:
         """Log-probabilities of prompt tokens, for the rows that want them."""

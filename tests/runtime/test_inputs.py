@@ -6,7 +6,7 @@ import torch
 
 from stoker.backends import registry
 from stoker.engine.core.plan import FROM_DEVICE, StepPlan
-from stoker.engine.runtime.inputs import Inputs
+from stoker.engine.runtime.inputs import GraphShape, Inputs
 from stoker.engine.runtime.sampler import SlotTable
 
 PAGE = 4
@@ -75,16 +75,33 @@ def test_scored_rows_follow_the_sampled_ones(inputs):
     assert inputs.stage(plan, SlotTable(5, 100)).meta.logit_tokens.tolist() == [0, 3, 1, 2, 3]
 
 
-def test_padding_rows_write_nowhere(inputs):
-    plan = make_plan([(1, 2, [5])], [(1, 0, 1)])
-    step = inputs.stage(plan, SlotTable(5, 100), graph_rows=4)
+def test_padding_of_a_decode_graph_writes_nowhere(inputs):
+    plan = make_plan([(1, 2, [FROM_DEVICE])], [(1, 0, 1)])
+    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(4, 4))
     meta = step.meta
     assert meta.num_rows == meta.num_decode_rows == meta.num_tokens == 4
+    assert step.tokens.tolist() == [-1, 0, 0, 0]  # minus the slot: the graph fills it in
     assert meta.out_slots.tolist() == [PAGE + 2, -1, -1, -1]
     assert meta.kv_lens.tolist() == [3, 0, 0, 0]
     assert meta.qo_indptr.tolist() == [0, 1, 2, 3, 4]
     assert meta.slots.tolist() == [1, 0, 0, 0]
-    assert meta.logit_tokens.tolist() == [0, 1, 2, 3]
+    assert step.sample_slots.tolist() == [1]
+    inputs.last_tokens[1] = 66
+    inputs.fill_last_tokens(step.tokens)
+    assert step.tokens.tolist() == [66, 0, 0, 0]
+
+
+def test_padding_of_a_short_prefill_graph(inputs):
+    plan = make_plan([(2, 1, [9]), (1, 2, [5, 6, 7])], [(1, 0, 1), (1, 1, 3), (2, 0, 4)])
+    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(3, 8))
+    meta = step.meta
+    assert (meta.num_rows, meta.num_decode_rows, meta.num_tokens) == (3, 0, 8)
+    assert step.tokens.tolist() == [9, 5, 6, 7, 0, 0, 0, 0]
+    assert meta.qo_indptr.tolist() == [0, 1, 4, 4]
+    assert meta.kv_lens.tolist() == [2, 5, 0]
+    assert meta.out_slots.tolist() == [17, 6, 7, 12, -1, -1, -1, -1]
+    assert meta.logit_tokens.tolist() == [0, 3, 0]
+    assert step.sample_slots.tolist() == [2, 1]
 
 
 def test_many_block_table_entries_grow_the_buffers(inputs):
