@@ -390,6 +390,7 @@ constexpr int SPLIT = 256;
 constexpr int GROUP = 64;
 constexpr int GROUP_VECS = GROUP / LANES;
 constexpr int ROW_TILE = 6;
+constexpr int AHEAD = 64;  // keys between what is fetched and what is read
 constexpr int64_t MAX_QUERY_ROWS = 96;        // of a task, where there are more tokens than one
 constexpr int64_t MAX_GROUP_BYTES = 32 << 10;  // of 64 keys of a task's kv heads
 constexpr int64_t ATTENTION_GRAIN = 1000;      // keys times kv heads
@@ -710,14 +711,27 @@ class Attention {
     }
   }
 
+  // Asks for 16 tokens' keys, or after the keys values, in the order of their addresses; the
+  // packing that follows reads them head by head.
+  void fetch(const Task& task, int at, int padded, const Scratch& scratch) const {
+    if (at >= 2 * padded) return;
+    const T* const* tokens = at < padded ? scratch.keys + at : scratch.values + (at - padded);
+    const int64_t width = task.num_kv_heads * dim_;
+    for (int i = 0; i < LANES; ++i)
+      for (int64_t d = 0; d < width; d += 64 / sizeof(T))
+        _mm_prefetch(reinterpret_cast<const char*>(tokens[i] + d), _MM_HINT_T1);
+  }
+
   // scores[row][key] = q k
   void score(const Task& task, int padded, Scratch& scratch) const {
     const int64_t head_rows = task.num_tokens * group_;
     for (int first = 0; first < padded; first += GROUP) {
-      for (int i = first; i < std::min(first + GROUP, padded); i += LANES)
+      for (int i = first; i < std::min(first + GROUP, padded); i += LANES) {
+        fetch(task, i + AHEAD, padded, scratch);
         for (int64_t head = 0; head < task.num_kv_heads; ++head)
           pack_keys(scratch.keys + i, head * dim_, words_,
                     scratch.packed.data() + head * words_ * GROUP + (i - first));
+      }
       for (int64_t head = 0; head < task.num_kv_heads; ++head) {
         const uint32_t* keys = scratch.packed.data() + head * words_ * GROUP;
         for (int64_t r = 0; r < head_rows; r += ROW_TILE)
@@ -741,10 +755,13 @@ class Attention {
     const int64_t head_rows = task.num_tokens * group_, head_words = GROUP / PER_WORD<T> * dim_;
     for (int first = 0; first < padded; first += GROUP) {
       const int num_keys = std::min(GROUP, padded - first), steps = num_keys / PER_WORD<T>;
-      for (int step = 0; step < steps; ++step)
+      for (int step = 0; step < steps; ++step) {
+        const int key = first + step * PER_WORD<T>;
+        if (key % LANES == 0) fetch(task, padded + key + AHEAD, padded, scratch);
         for (int64_t head = 0; head < task.num_kv_heads; ++head)
           pack_values(scratch.values + first + step * PER_WORD<T>, head * dim_, dim_,
                       scratch.packed.data() + head * head_words + step * dim_);
+      }
       for (int64_t head = 0; head < task.num_kv_heads; ++head) {
         const uint32_t* values = scratch.packed.data() + head * head_words;
         for (int64_t r = 0; r < head_rows; r += ROW_TILE)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..api import BackendError
 from . import build
+from .memory import Arena
 from .torch_ops import TorchOps
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class NativeOps(TorchOps):
     name = "native"
 
     def __init__(self) -> None:
+        self._arena = Arena()
         self._layers: dict[int, tuple[AttentionSpec, Layer, int]] = {}
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
@@ -141,7 +143,7 @@ class NativeOps(TorchOps):
         if dtype not in _SUFFIXES or num_in * weight.itemsize % 4:
             return super().pack_linear(weight, bias)
         weight, bias = weight.contiguous(), None if bias is None else bias.to(dtype).contiguous()
-        panels = torch.empty((-(-num_out // 32) * 32, num_in), dtype=dtype)
+        panels = self._arena.empty((-(-num_out // 32) * 32, num_in), dtype)
         self._pack[dtype](weight.data_ptr(), num_in, num_out, panels.data_ptr())
         return PackedLinear(
             panels,
