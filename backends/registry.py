@@ -120,7 +120,7 @@ def _open(record: BackendModule) -> tuple[ModuleType, DeviceRuntime]:
     try:
         module = importlib.import_module(record.module, __package__)
         return module, module.runtime()
-    except (ImportError, AttributeError, BackendError) as error:
+    except (ImportError, BackendError) as error:
         raise BackendError(f"backend {record.name} cannot run here: {error}") from error
 
 

@@ -402,6 +402,9 @@ struct Batch {
   const uint8_t* tree_mask;  // null is causal
 };
 
+static_assert(sizeof(Layer) == 112, "native_ops.py");
+static_assert(sizeof(Batch) == 64, "native_ops.py");
+
 struct Task {
   int64_t row, kv_head, num_kv_heads;
   int64_t begin, num_tokens;  // new tokens, counted from the row's first

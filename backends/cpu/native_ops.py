@@ -13,6 +13,7 @@ from ctypes import c_bool, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -327,6 +328,8 @@ class NativeOps(TorchOps):
 
 def _batch(meta: BatchMeta) -> Batch:
     """The batch as the kernels read it. Meta keeps what it points to."""
+    assert meta.qo_indptr_cpu.dtype == meta.kv_lens_cpu.dtype == np.int32
+    assert meta.kv_lens_cpu.flags.c_contiguous
     return Batch(
         meta.num_rows,
         meta.page_size,

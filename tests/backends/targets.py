@@ -37,7 +37,7 @@ def targets() -> list:
         try:
             module = importlib.import_module(record.module, "stoker.backends")
             runtime = module.runtime()
-        except (ImportError, AttributeError, BackendError):
+        except (ImportError, BackendError):
             continue
         marks = () if record.name == "cpu" else (pytest.mark.gpu,)
         found += [

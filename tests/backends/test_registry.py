@@ -1,0 +1,136 @@
+"""The choice of backend and providers, and what is said where a choice cannot be had."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from stoker.backends import registry
+from stoker.backends.api import BackendError
+from stoker.backends.registry import OP_NAMES, BackendModule
+
+
+class Fast:
+    """A provider with few ops that cannot always run."""
+
+    name = "fast"
+
+    def __init__(self, reason=None):
+        self.reason = reason
+
+    def probe(self, runtime):
+        return self.reason
+
+    def linear(self, x, packed, out_dtype=None):
+        return "fast linear"
+
+    def attend(self, q, meta, cache, spec):
+        return "fast attend"
+
+
+class Plain:
+    """A provider with every op."""
+
+    name = "plain"
+
+    def probe(self, runtime):
+        return None
+
+
+for _op in OP_NAMES:
+    setattr(Plain, _op, lambda self, *args, _op=_op: f"plain {_op}")
+
+
+def make_backend(monkeypatch, name, providers, error=None):
+    module = ModuleType(f"backend_{name}")
+
+    def runtime():
+        if error:
+            raise BackendError(error)
+        return SimpleNamespace(name=name, description=f"a {name} device")
+
+    module.runtime, module.providers = runtime, lambda: providers
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return BackendModule(name, module.__name__)
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    records = (
+        make_backend(monkeypatch, "one", [Plain()], error="there is no such device"),
+        BackendModule("two", "backend_that_nobody_wrote"),
+        make_backend(monkeypatch, "three", [Fast(), Plain()]),
+        make_backend(monkeypatch, "four", [Fast("its library is missing"), Plain()]),
+    )
+    monkeypatch.setattr(registry, "BACKENDS", records)
+
+
+def test_auto_takes_the_first_backend_that_runs(backends):
+    backend = registry.select("auto")
+    assert backend.runtime.name == "three"
+    assert backend.ops.attend(1, 2, 3, 4) == "fast attend"
+    assert backend.ops.rms_norm(1, 2, 3) == "plain rms_norm"
+    assert backend.choices["rms_norm"].passed_over == {"fast": "does not have this op"}
+
+
+def test_ops_with_a_shared_format_come_from_one_provider(backends):
+    ops = registry.select("three").ops
+    assert ops.linear(1, 2) == "plain linear"  # Fast cannot pack what it would multiply
+
+
+def test_reasons_of_a_probe_are_kept(backends):
+    choice = registry.select("four").choices["attend"]
+    assert (choice.provider, choice.passed_over) == ("plain", {"fast": "its library is missing"})
+
+
+def test_an_override_forces_a_provider(backends):
+    backend = registry.select("three", {"attend": "plain"})
+    assert backend.ops.attend(1, 2, 3, 4) == "plain attend"
+    assert backend.choices["attend"].passed_over == {"fast": "plain is asked for"}
+
+
+@pytest.mark.parametrize(
+    "name, overrides, message",
+    [
+        ("one", {}, "backend one cannot run here: there is no such device"),
+        ("two", {}, "backend two cannot run here: No module named 'backend_that_nobody_wrote'"),
+        ("five", {}, "unknown backend 'five', there are one, two, three, four"),
+        ("three", {"atend": "plain"}, "unknown op 'atend', there are pack_linear, "),
+        (
+            "three",
+            {"attend": "slow"},
+            "attend of backend three cannot come from slow: there is no ",
+        ),
+        ("four", {"attend": "fast"}, "four cannot come from fast: its library is missing"),
+        ("three", {"sample": "fast"}, "three cannot come from fast: does not have this op"),
+    ],
+)
+def test_what_cannot_be_had_is_one_clear_line(backends, name, overrides, message):
+    with pytest.raises(BackendError) as error:
+        registry.select(name, overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_backend_at_all_names_every_reason(backends, monkeypatch):
+    monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS[:2])
+    with pytest.raises(BackendError, match=r"no such device.*backend_that_nobody_wrote"):
+        registry.select("auto")
+
+
+def test_describe_has_a_row_for_every_op_and_reason(backends):
+    rows = registry.describe()
+    assert ("one", "", "", "", "backend one cannot run here: there is no such device") in rows
+    assert ("three", "a three device", "attend", "fast", "") in rows
+    assert ("four", "a four device", "attend", "fast", "its library is missing") in rows
+    used = [row.op for row in rows if row.backend == "four" and not row.reason]
+    assert sorted(used) == sorted(OP_NAMES)
+
+
+def test_the_cpu_backend_has_every_op():
+    backend = registry.select("cpu")
+    assert backend.runtime.name == "cpu"
+    assert set(backend.choices) == set(OP_NAMES)
+    assert {choice.provider for choice in backend.choices.values()} <= {"native", "torch"}
+    forced = registry.select("cpu", {op: "torch" for op in OP_NAMES})
+    assert {choice.provider for choice in forced.choices.values()} == {"torch"}
