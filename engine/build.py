@@ -18,6 +18,7 @@ from ..backends import registry
 from ..backends.api import BackendError
 from .api.config import EngineConfig
 from .api.errors import StartError
+from .core.budget import StepCost
 from .core.scheduler import Scheduler
 from .models.blocks import Decoder
 from .runtime import kv_buffers, model_files, weights
@@ -34,6 +35,7 @@ Progress = Callable[[str, int, int], None]
 CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 8192
+GPU_STEP_S = 0.040
 MAX_GRAPH_ROWS = 512
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
@@ -121,11 +123,11 @@ class Builder:
                 max_step_tokens=max_step_tokens,
             )
 
-        working_bytes = 0
+        working_bytes, cost = 0, StepCost()
         if not is_cpu:
             with self._phase("warm-up"):
                 chunk = min(chunk, max_pages * page_size)
-                working_bytes = make_runner(2 + chunk // page_size).measure(chunk)
+                working_bytes = make_runner(2 + chunk // page_size).measure(chunk, cost)
         with self._phase("kv pool"):
             tokens = self._pool_tokens(runtime, model, dtype, working_bytes)
             runner = make_runner(1 + tokens // page_size)
@@ -140,8 +142,16 @@ class Builder:
             max_model_len=self.max_model_len,
             use_radix=not config.disable_radix_cache,
             conservativeness=config.schedule_conservativeness,
+            max_step_s=self._max_step_s(is_cpu),
+            prefill_decode_interval=config.prefill_decode_interval,
+            cost=cost,
         )
         return scheduler, runner
+
+    def _max_step_s(self, is_cpu: bool) -> float | None:
+        if self.config.max_step_ms is not None:
+            return self.config.max_step_ms / 1e3
+        return None if is_cpu else GPU_STEP_S
 
     def _backend(self) -> Backend:
         overrides = {}

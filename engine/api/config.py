@@ -71,6 +71,16 @@ class EngineConfig(BaseModel):
     chunked_prefill_size: int | None = option(
         None, "most new tokens a step; the backend's best by default", "scheduling", ge=1
     )
+    max_step_ms: float | None = option(
+        None,
+        "while streams run, prompts are cut so that a step takes no longer than this "
+        "(default: 40 on a GPU, no limit on a CPU)",
+        "scheduling",
+        gt=0,
+    )
+    prefill_decode_interval: int = option(
+        0, "steps without prompts after each step with one, while streams run", "scheduling", ge=0
+    )
     schedule_conservativeness: float = option(
         1.0,
         "above 1 admits fewer requests, so that fewer are retracted",

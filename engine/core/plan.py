@@ -104,6 +104,7 @@ class StepResult:
         tokens: int32 [rows], the sampled token of each row; -1 where the row samples nothing.
         is_finite: bool [rows], False where the logits held a NaN or no finite value: that
             request fails, alone.
+        seconds: how long the device worked on it; 0 where nobody measured.
         logprobs: of the sampled tokens [rows], where any row asked for them.
         prompt_logprobs: row to the log-probabilities of its score_tokens, [q_len] positions (the
             entry of a -1 means nothing).
@@ -112,5 +113,6 @@ class StepResult:
     step: int
     tokens: np.ndarray
     is_finite: np.ndarray
+    seconds: float = 0.0
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)

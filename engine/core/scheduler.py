@@ -43,6 +43,7 @@ from ..api.messages import (
     TokenLogprob,
     Tokens,
 )
+from .budget import StepBudget, StepCost
 from .pages import PagePool
 from .plan import FROM_DEVICE, Admission, Logprobs, StepPlan, StepResult
 from .policy import Policy, fcfs
@@ -57,6 +58,8 @@ FLOOR_SHARE = 0.14
 DECAY_STEPS = 600
 STEPS_AFTER_RETRACTION = 20
 
+COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all others, each
+
 MIN_SHARED = 256  # tokens that decode rows must share to be told to the runner
 
 
@@ -70,6 +73,8 @@ class _Step:
     requests: list[Request]
     kv_lens: np.ndarray
     samples: np.ndarray
+    num_tokens: int
+    num_pairs: float
     score_starts: dict[int, int]  # row to the position of its first new token
 
 
@@ -85,6 +90,9 @@ class Scheduler:
         use_radix: whether prefixes are cached.
         conservativeness: above 1 admits fewer requests, so that fewer are retracted.
         policy: the order in which waiting requests are tried.
+        max_step_s: while streams run, chunks are cut so that a step takes no longer than this.
+        prefill_decode_interval: while streams run, so many steps without chunks after each with.
+        cost: predicts a step's time; learns from the steps that it is told of.
     """
 
     def __init__(
@@ -98,6 +106,9 @@ class Scheduler:
         use_radix: bool = True,
         conservativeness: float = 1.0,
         policy: Policy = fcfs,
+        max_step_s: float | None = None,
+        prefill_decode_interval: int = 0,
+        cost: StepCost | None = None,
     ):
         self.page_size = page_size
         self.max_running = max_running
@@ -106,6 +117,9 @@ class Scheduler:
         self.use_radix = use_radix
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size)
+        self.max_step_s = max_step_s
+        self.prefill_decode_interval = prefill_decode_interval
+        self.cost = cost or StepCost()
         self._policy = policy
         self._max_ratio = min(START_RATIO * conservativeness, 1.0)
         self._min_ratio = self._max_ratio * FLOOR_SHARE
@@ -146,6 +160,7 @@ class Scheduler:
         self._num_admissions = 0
         self._num_waiting_tokens = 0
         self._num_steps = 0
+        self._last_chunk_step = -(2**31)
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
@@ -231,14 +246,14 @@ class Scheduler:
         retractions = self._retractions
         while True:
             decode, new_pages = self._plan_decode()
-            budget = self.max_step_tokens - len(decode)
+            budget = self._budget(decode)
             chunks = self._plan_chunks(budget)
             if len(decode) or chunks or self._in_flight or not len(self._order):
                 break
             self._make_way()
         admitted: list[Admission] = []
         if self._retractions == retractions:
-            admitted = self._admit(budget - sum(q_len for _, q_len in chunks), chunks)
+            admitted = self._admit(budget, chunks)
             if len(decode):
                 decay = (self._max_ratio - self._min_ratio) / DECAY_STEPS
                 self._ratio = max(self._min_ratio, self._ratio - decay)
@@ -261,17 +276,31 @@ class Scheduler:
         self._capacity[short] += self.page_size
         return decode, (short.astype(np.int32), indices, pages)
 
-    def _plan_chunks(self, budget: int) -> list[tuple[int, int]]:
+    def _budget(self, decode: np.ndarray) -> StepBudget:
+        """What chunks may take of this step, beside the running streams' tokens."""
+        num_tokens = self.max_step_tokens - len(decode)
+        if not len(decode):
+            return StepBudget(num_tokens, None, 0.0)
+        if self._num_steps - self._last_chunk_step < self.prefill_decode_interval:
+            num_tokens = 0
+        if self.max_step_s is None or not self.cost.is_known:
+            return StepBudget(num_tokens, None, 0.0)
+        num_pairs = float(self._computed[decode].sum()) + len(decode)
+        taken = self.cost.seconds(len(decode), num_pairs)
+        return StepBudget(num_tokens, self.cost, self.max_step_s - taken)
+
+    def _plan_chunks(self, budget: StepBudget) -> list[tuple[int, int]]:
         """(slot, q_len) of running requests with more than a token to compute, oldest first."""
         chunks: list[tuple[int, int]] = []
         order = self._order
         missing = self._num_missing(order)
         behind = missing > 1
         for slot, num_missing in zip(order[behind].tolist(), missing[behind].tolist(), strict=True):
-            q_len = self._grow(slot, min(num_missing, budget))
+            context = int(self._computed[slot])
+            q_len = self._grow(slot, budget.chunk(num_missing, context))
             if q_len == 0:
                 break
-            budget -= q_len
+            budget.spend(q_len, context)
             chunks.append((slot, q_len))
         return chunks
 
@@ -332,17 +361,19 @@ class Scheduler:
         expected = num_output + STEPS_AFTER_RETRACTION * len(survivors)
         self._ratio = min(1.0, expected / (num_wanted + 1))
 
-    def _admit(self, budget: int, chunks: list[tuple[int, int]]) -> list[Admission]:
+    def _admit(self, budget: StepBudget, chunks: list[tuple[int, int]]) -> list[Admission]:
         """Admit waiting requests up to the first that does not fit; appends their chunks."""
         admitted: list[Request] = []
         for request in self._policy(self._waiting):
-            if budget == 0 or not self._free_slots or not self._try_admit(request):
+            if budget.is_spent or not self._free_slots or not self._try_admit(request):
                 break
-            num_missing = int(self._num_missing(self._order[-1:])[0])
-            q_len = self._grow(request.slot, min(num_missing, budget))
-            budget -= q_len
-            chunks.append((request.slot, q_len))
             admitted.append(request)
+            slot = request.slot
+            context = int(self._computed[slot])
+            num_missing = int(self._num_missing(self._order[-1:])[0])
+            if q_len := self._grow(slot, budget.chunk(num_missing, context)):
+                budget.spend(q_len, context)
+                chunks.append((slot, q_len))
         for request in admitted:
             self._dequeue(request)
         return [
@@ -443,7 +474,10 @@ class Scheduler:
             np.concatenate(part) for part in zip(*entries, strict=True)
         )
 
+        num_pairs = float((q_lens * (kv_lens - (q_lens - 1) / 2)).sum())
         self._num_steps += 1
+        if chunks:
+            self._last_chunk_step = self._num_steps
         plan = StepPlan(
             step=self._num_steps,
             slots=slots.astype(np.int32),
@@ -463,7 +497,17 @@ class Scheduler:
         self._batch_tokens = plan.num_tokens
         requests = [self._owner(slot) for slot in slots.tolist()]
         self._in_flight.append(
-            _Step(plan.step, slots, self._serial[slots], requests, kv_lens, samples, score_starts)
+            _Step(
+                plan.step,
+                slots,
+                self._serial[slots],
+                requests,
+                kv_lens,
+                samples,
+                plan.num_tokens,
+                num_pairs,
+                score_starts,
+            )
         )
         return plan
 
@@ -504,6 +548,8 @@ class Scheduler:
         if result.step != step.step:
             raise RuntimeError(f"the result of step {result.step} came for step {step.step}")
         self._now = now
+        if result.seconds and (step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0):
+            self.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
         # Slots that still belong to whom they belonged at launch. The others' requests have ended,
         # or were retracted and wait: those still get their token.
         is_live = self._serial[step.slots] == step.serials

@@ -3,6 +3,7 @@
 Runs on: gpu.
 """
 
+import time
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
+from ..core.budget import StepCost, pairs_of
 from ..core.plan import Logprobs, StepPlan, StepResult
 from .graphs import StepGraphs, chunk_plan
 from .inputs import Inputs
@@ -34,8 +36,7 @@ class InFlight:
     """A launched step. `wait` gives its result; it blocks without the GIL.
 
     Attributes:
-        device_s: how long the device worked on it, known after `wait`; 0 where the device is
-            the host, whose work is done when a launch returns.
+        device_s: how long the device worked on it, known after `wait`.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class InFlight:
         sampled: Sampled | None,
         prompt_logprobs: dict[int, DeviceLogprobs],
         began: torch.Event | None,
+        device_s: float = 0.0,
     ):
-        self.device_s = 0.0
+        self.device_s = device_s
         self._plan = plan
         self._sample_rows = sample_rows
         self._sampled = sampled
@@ -76,7 +78,7 @@ class InFlight:
                 at = rows[self._sampled.logprob_rows]
                 logprobs = _spread(self._sampled.logprobs, at, plan.num_rows)
         scored = {row: _to_numpy(lp) for row, lp in self._prompt_logprobs.items()}
-        return StepResult(plan.step, tokens, is_finite, logprobs, scored)
+        return StepResult(plan.step, tokens, is_finite, self.device_s, logprobs, scored)
 
 
 class ModelRunner:
@@ -108,15 +110,21 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def measure(self, num_tokens: int) -> int:
+    def measure(self, num_tokens: int, cost: StepCost) -> int:
         """Bytes of working memory that a step of one chunk takes beside weights and KV pool.
 
-        It runs such a step, which also compiles and loads the kernels that it needs.
+        It runs chunks of several sizes, which also compiles and loads the kernels that they need,
+        and tells `cost` how long they took.
         """
         device = self.runtime.device
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
-        self.launch(chunk_plan(num_tokens, self.inputs.page_size)).wait()
+        sizes = [num_tokens, -(-num_tokens // 4), -(-num_tokens // 16)]
+        for i, n in enumerate(sizes[:1] + sizes):
+            step = self.launch(chunk_plan(n, self.inputs.page_size))
+            step.wait()
+            if i:  # the first compiles
+                cost.observe(n, pairs_of(n, 0), step.device_s)
         return torch.accelerator.max_memory_allocated(device) - before
 
     @torch.inference_mode()
@@ -138,7 +146,7 @@ class ModelRunner:
         """Queue a step on the device."""
         for admission in plan.admitted:
             self.sampler.admit(admission)
-        began = None
+        began, began_s = None, time.perf_counter()
         if self.runtime.is_async:
             began = torch.Event(enable_timing=True)
             began.record()
@@ -160,7 +168,9 @@ class ModelRunner:
                 logits, slots, plan.kv_lens[step.sample_rows], step.sampling
             )
             self.inputs.last_tokens[step.sample_slots] = sampled.tokens.long()
-        return InFlight(plan, step.sample_rows, sampled, scored, began)
+        return InFlight(
+            plan, step.sample_rows, sampled, scored, began, time.perf_counter() - began_s
+        )
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, DeviceLogprobs]:
         """Log-probabilities of prompt tokens, for the rows that want them."""

@@ -123,7 +123,7 @@ class Device:
             if plan.prompt_logprobs[row] >= 0:
                 scores[row] = logprobs_of(plan.score_tokens[row], int(plan.prompt_logprobs[row]))
         logprobs = logprobs_of(tokens, 5)
-        return StepResult(plan.step, tokens, finite, logprobs, scores)
+        return StepResult(plan.step, tokens, finite, 0.0, logprobs, scores)
 
     def _kv(self, slot: int, n: int) -> np.ndarray:
         pages = self.table[slot, : -(-n // self.page_size)]

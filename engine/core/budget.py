@@ -1,0 +1,99 @@
+"""How much of a prompt fits beside running streams: a step's time, learnt and predicted.
+
+A step's time is close to linear in two counts: its tokens (matrix products) and its pairs of a new
+token and a context token (attention). The coefficients are fitted to the steps that ran, recent
+ones weighing more, so the limit holds on any device and model.
+
+Runs on: any (pure).
+"""
+
+import math
+
+import numpy as np
+
+MEMORY = 0.98  # what a step's weight is multiplied by for each later step
+PAIR_UNIT = 1e6  # pairs are counted in millions, so that the fit is well conditioned
+MIN_CHUNK = 128  # tokens that a prompt advances in any case, or it would never end
+ROUNDING = 64  # longer chunks are cut to a multiple: matrix products work in tiles
+
+
+class StepCost:
+    """seconds = base + per_token * tokens + per_pair * pairs, by weighted least squares."""
+
+    def __init__(self) -> None:
+        self._normal = np.diag([1e-9, 1e-9, 1e-9])
+        self._target = np.zeros(3)
+        self._num_seen = 0
+        self.base_s = self.per_token_s = self.per_pair_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were seen to predict anything."""
+        return self._num_seen >= 3
+
+    def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        """A step of this size took so long."""
+        x = np.array([1.0, num_tokens, num_pairs / PAIR_UNIT])
+        weight = 1 / max(seconds, 1e-6) ** 2  # relative errors count, not those of long steps
+        self._normal = self._normal * MEMORY + weight * np.outer(x, x)
+        self._target = self._target * MEMORY + weight * seconds * x
+        self._num_seen += 1
+        scale = np.sqrt(np.diag(self._normal))  # a plain ridge would weigh the counts unequally
+        normal = self._normal / np.outer(scale, scale) + 1e-4 * np.eye(3)
+        base, per_token, per_pair = np.linalg.solve(normal, self._target / scale) / scale
+        self.base_s, self.per_token_s = max(base, 0.0), max(per_token, 0.0)
+        self.per_pair_s = max(per_pair / PAIR_UNIT, 0.0)
+
+    def seconds(self, num_tokens: int, num_pairs: float) -> float:
+        """The predicted time of a step."""
+        return self.base_s + self.per_token_s * num_tokens + self.per_pair_s * num_pairs
+
+    def chunk_within(self, seconds: float, context: int) -> int:
+        """The most tokens after a context that take no longer than this, beside the base."""
+        linear = self.per_token_s + self.per_pair_s * context
+        if seconds <= 0:
+            return 0
+        if self.per_pair_s * seconds < 1e-6 * linear**2:
+            return int(min(seconds / linear, 2**30)) if linear > 0 else 2**30
+        root = math.sqrt(linear**2 + 2 * self.per_pair_s * seconds)
+        return int((root - linear) / self.per_pair_s)
+
+
+class StepBudget:
+    """What is left of one step's tokens and time."""
+
+    def __init__(self, num_tokens: int, cost: StepCost | None, seconds: float):
+        self.num_tokens = num_tokens
+        self._cost = cost
+        self._seconds = seconds
+        self._has_chunk = False
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further prompt can begin in this step."""
+        return self.num_tokens == 0 or (self._has_chunk and self._fitting(0) < ROUNDING)
+
+    def _fitting(self, context: int) -> int:
+        return 2**30 if self._cost is None else self._cost.chunk_within(self._seconds, context)
+
+    def chunk(self, wanted: int, context: int) -> int:
+        """How many of a prompt's next tokens may be computed after its context."""
+        q_len = min(wanted, self.num_tokens)
+        fits = self._fitting(context)
+        if fits < q_len:
+            floor = 0 if self._has_chunk else MIN_CHUNK
+            q_len = min(q_len, max(fits // ROUNDING * ROUNDING, floor))
+        return q_len
+
+    def spend(self, q_len: int, context: int) -> None:
+        """A chunk was taken."""
+        self.num_tokens -= q_len
+        self._has_chunk = True
+        if self._cost is not None:
+            pairs = pairs_of(q_len, context)
+            self._seconds -= self._cost.per_token_s * q_len + self._cost.per_pair_s * pairs
+
+
+def pairs_of(q_len: int, context: int) -> float:
+    """Pairs of a new token and a token that it attends to."""
+    return q_len * (context + (q_len + 1) / 2)
