@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,9 @@ import torch
 from stoker.backends.api import AttentionSpec, BatchMeta, LayerCache, Rope
 from stoker.backends.cuda import CublasOps, CudaRuntime
 from stoker.backends.reference import ReferenceOps
-from stoker.backends.triton import TritonOps, attention, fused, sampling
-from stoker.backends.triton.attention import Tile
+from stoker.backends.triton import TritonOps, attention, extend, fused, sampling, shared
+from stoker.backends.triton import decode as decode_kernels
+from stoker.backends.triton.flash import Tile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/backends"))
 import cases
@@ -214,6 +216,28 @@ def check(table: Table) -> None:
         failures += not same
         table.add("check", "attend is the same in 50 runs", float(same), "bool")
 
+    # Descriptors over the pool, over the dense copy, and pointers; whole and in splits.
+    for page_size, rows, splits, min_tokens in (
+        (128, [(1000, 1000), (300, 2900)], 1, None),
+        (128, [(64, 5000)], 3, None),
+        (16, [(1000, 1000), (300, 2900)], 1, None),
+        (16, [(256, 5000), (257, 3000)], 3, None),
+        (16, [(1000, 1000), (300, 2900)], 1, 1 << 30),
+        (16, [(7, 5000), (9, 3000)], 5, 1 << 30),
+    ):
+        if Shard.skips():
+            continue
+        meta, caches, q = build([(1, 700), *rows], page_size=page_size, layers=1)
+        lse = torch.empty(q.shape[:2], device=DEVICE)
+        with patched(extend__DENSE_MIN_TOKENS=min_tokens):
+            got = attention.attend(q, meta, caches[0], LLAMA, lse=lse, splits=splits)
+        if Shard.index is not None:
+            continue
+        up = LayerCache(*(x.double() for x in caches[0]))
+        want = oracle.attend(q.double(), meta, up, LLAMA).cpu()
+        how = "" if min_tokens is None else " by pointers"
+        worst(f"attend {rows} page {page_size}{how} splits {splits}", [(got, want)], 2e-2)
+
     for dtype, tolerance in cases.TOLERANCE.items():
         case = next(c for c in cases.attention_cases() if c.name == "mixed-page16")
         for rotary, interleaved, norms in ((64, False, True), (32, True, False), (0, False, True)):
@@ -273,25 +297,44 @@ def check(table: Table) -> None:
 # ---------------------------------------------------------------------------------------- time
 
 
+@contextmanager
+def patched(**values):
+    """Set constants of the kernels' modules for a while: module__NAME=value; None leaves one."""
+    modules = {"decode": decode_kernels, "extend": extend, "shared": shared}
+    old = {}
+    for key, value in values.items():
+        module, name = key.split("__")
+        old[key] = getattr(modules[module], name)
+        if value is not None:
+            setattr(modules[module], name, value)
+    try:
+        yield
+    finally:
+        for key, value in old.items():
+            module, name = key.split("__")
+            setattr(modules[module], name, value)
+
+
 def decode(table: Table, quick: bool) -> None:
-    def run(name, rows, tile=None, min_chunk=None, spec=LLAMA, items=None, **kwargs):
+    def run(name, rows, tile=None, min_chunk=None, spec=LLAMA, items=None, plan=False, **kwargs):
         if Shard.skips():
             return
-        old = attention.MIN_CHUNK, attention.DECODE_ITEMS_PER_CORE
-        attention.MIN_CHUNK = min_chunk or old[0]
-        attention.DECODE_ITEMS_PER_CORE = items or old[1]
         kv_lens = [n for _, n in rows]
         size = kv_bytes(kv_lens, spec)
         layers = num_layers(size)
         meta, caches, q = build(rows, spec, layers=layers, **kwargs)
+
+        def attend(i):
+            if plan:
+                meta.plans = {}
+            attention.attend(q, meta, caches[i], spec, decode_tile=tile)
+
         try:
-            ms = graph_time_ms(
-                lambda i: attention.attend(q, meta, caches[i], spec, decode_tile=tile), layers
-            )
+            with patched(decode__MIN_CHUNK=min_chunk, decode__ITEMS_PER_CORE=items):
+                ms = graph_time_ms(attend, layers)
             table.add("decode", name, size / ms / 1e9, "TB/s", ms)
         except Exception as error:
             print(f"decode {name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
-        attention.MIN_CHUNK, attention.DECODE_ITEMS_PER_CORE = old
 
     for batch in (1, 64, 256):
         for context in (128, 256, 1024, 4096):
@@ -302,35 +345,43 @@ def decode(table: Table, quick: bool) -> None:
     run("batch 32 x 300 and one of 32000", [(1, 300)] * 32 + [(1, 32000)])
     run("batch 256 x 1024, page 64", [(1, 1024)] * 256, page_size=64)
     run("batch 256 x 1024, page 1", [(1, 1024)] * 256, page_size=1)
+    run("batch 1 x 256 with its plan", [(1, 256)], plan=True)
+    run("batch 256 x 256 with its plan", [(1, 256)] * 256, plan=True)
     if quick:
         return
     for keys, warps, stages in (
-        (32, 4, 4), (32, 4, 6), (64, 4, 2), (64, 4, 4), (64, 4, 5), (64, 8, 4), (64, 2, 4),
-        (32, 2, 4), (32, 1, 4), (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4), (16, 1, 6),
+        (32, 4, 3), (32, 4, 5), (32, 2, 3), (32, 2, 5), (32, 1, 4), (64, 4, 2), (64, 4, 4),
+        (64, 2, 2), (64, 2, 3), (128, 4, 2), (128, 8, 2), (16, 1, 5),
     ):  # fmt: skip
         tile = Tile(16, keys, warps, stages)
-        for batch, context in ((256, 1024), (256, 256), (1, 1024)):
+        for batch, context in ((1, 256), (1, 1024), (64, 256), (64, 1024), (256, 256), (256, 1024)):
             run(f"{batch} x {context} keys {keys} warps {warps} stages {stages}",
                 [(1, context)] * batch, tile)  # fmt: skip
-    for min_chunk in (64, 128, 256, 512):
-        run(f"batch 1 x 4096, chunk >= {min_chunk}", [(1, 4096)], min_chunk=min_chunk)
-        run(f"batch 64 x 256, chunk >= {min_chunk}", [(1, 256)] * 64, min_chunk=min_chunk)
+    for min_chunk in (128, 512):
+        for batch, context in ((1, 1024), (1, 4096), (64, 256), (64, 1024)):
+            run(f"{batch} x {context}, chunk >= {min_chunk}", [(1, context)] * batch,
+                min_chunk=min_chunk)  # fmt: skip
     for items in (2, 4, 16):
-        run(f"batch 128 random, {items} items a core", [(1, int(n)) for n in lengths], items=items)
-        run(f"batch 64 x 1024, {items} items a core", [(1, 1024)] * 64, items=items)
+        run(f"128 x random, {items} items a core", [(1, int(n)) for n in lengths], items=items)
+        run(f"64 x 1024, {items} items a core", [(1, 1024)] * 64, items=items)
+        run(f"32 x 300 and one of 32000, {items} items a core",
+            [(1, 300)] * 32 + [(1, 32000)], items=items)  # fmt: skip
 
 
 def prefill(table: Table, quick: bool) -> None:
-    def run(name, rows, tile=None, **kwargs):
+    def run(name, rows, tile=None, splits=None, dense=True, **kwargs):
         if Shard.skips():
             return
         meta, caches, q = build(rows, layers=2, **kwargs)
         pairs = sum(q_len * (n - q_len) + q_len * (q_len + 1) / 2 for q_len, n in rows)
         flops = 4 * LLAMA.num_heads * LLAMA.head_dim * pairs
+
+        def attend(i):
+            attention.attend(q, meta, caches[i], LLAMA, extend_tile=tile, splits=splits)
+
         try:
-            ms = graph_time_ms(
-                lambda i: attention.attend(q, meta, caches[i], LLAMA, extend_tile=tile), 2, 5
-            )
+            with patched(extend__DENSE_MIN_TOKENS=None if dense else 1 << 30):
+                ms = graph_time_ms(attend, 2, 5)
             table.add("prefill", name, flops / ms / 1e9, "TFLOP/s", ms)
         except Exception as error:
             print(f"prefill {name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -338,20 +389,41 @@ def prefill(table: Table, quick: bool) -> None:
     for length in (128, 512, 2048, 8192):
         run(f"1 x {length}", [(length, length)])
     run("8 x 1024", [(1024, 1024)] * 8)
-    for chunk in (256, 1024, 4096):
+    for chunk in (8, 128, 256, 512, 1024, 4096):
         run(f"{chunk} after 28000", [(chunk, 28000 + chunk)])
     run("8192, page 64", [(8192, 8192)], page_size=64)
     run("8192, page 128", [(8192, 8192)], page_size=128)
+    meta, caches, q = build([(4096, 32_000)], layers=4)
+    dense = extend.dense_copy(meta, LLAMA, q, 0)
+    ms = graph_time_ms(lambda i: extend.copy_pages(dense, meta, caches[i], LLAMA))
+    table.add("prefill", "dense copy of 32000 keys", 2 * kv_bytes([32_000], LLAMA) / ms / 1e9,
+              "TB/s", ms)  # fmt: skip
     if not quick:
+        for length in (512, 2048):
+            run(f"1 x {length} in pages", [(length, length)], dense=False)
+        for splits in (1, 2, 3, 4):
+            for chunk in (256, 512):
+                run(f"{chunk} after 28000 in {splits} splits", [(chunk, 28000 + chunk)],
+                    splits=splits)  # fmt: skip
         for queries, keys, warps, stages in (
-            (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
-            (128, 128, 8, 3), (128, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4),
-            (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3), (128, 32, 8, 4),
+            (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 2),
+            (128, 64, 4, 3), (128, 32, 4, 3), (128, 32, 4, 5), (256, 64, 8, 2), (256, 64, 8, 3),
+            (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3),
         ):  # fmt: skip
             tile = Tile(queries, keys, warps, stages)
-            for page in (16, 128):
-                run(f"8192 page {page} tile {queries} x {keys} warps {warps} stages {stages}",
-                    [(8192, 8192)], tile, page_size=page)  # fmt: skip
+            name = f"tile {queries} x {keys} warps {warps} stages {stages}"
+            run(f"8192 dense, {name}", [(8192, 8192)], tile)
+            run(f"1024 after 28000 dense, {name}", [(1024, 29024)], tile, 1)
+        for queries, keys, warps, stages in (
+            (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3),
+            (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 4, 4),
+        ):  # fmt: skip
+            tile = Tile(queries, keys, warps, stages)
+            name = f"tile {queries} x {keys} warps {warps} stages {stages}"
+            run(f"8192 in pages, {name}", [(8192, 8192)], tile, dense=False)
+        for keys, warps, stages in ((64, 4, 2), (64, 4, 3), (64, 8, 3), (64, 8, 4)):
+            run(f"8192 in pages of 64, tile 128 x {keys} warps {warps} stages {stages}",
+                [(8192, 8192)], Tile(128, keys, warps, stages), page_size=64)  # fmt: skip
     # What torch's own kernels reach on dense K and V, as a mark.
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -375,18 +447,36 @@ def prefill(table: Table, quick: bool) -> None:
 
 
 def shared_prefix(table: Table, quick: bool) -> None:
-    for batch, prefix in ((64, 4096), (64, 1024), (256, 1024), (8, 4096)):
-        rows = [(1, prefix + 72)] * batch
-        for is_shared in (True, False):
-            if Shard.skips():
-                continue
-            meta, caches, q = build(rows, shared=prefix, layers=4)
-            if not is_shared:
-                meta.shared_groups = []
+    def run(batch, prefix, how="read once", **constants):
+        if Shard.skips():
+            return
+        meta, caches, q = build([(1, prefix + 72)] * batch, shared=prefix, layers=4)
+        if how.startswith("read by each row"):
+            meta.shared_groups = []
+        size = kv_bytes([prefix] + [72] * batch, LLAMA)
+        with patched(**constants):
             ms = graph_time_ms(lambda i: attention.attend(q, meta, caches[i], LLAMA))
-            size = kv_bytes([prefix] + [72] * batch, LLAMA)
-            how = "read once" if is_shared else "read by each row (from L2)"
-            table.add("shared", f"{batch} rows x {prefix} {how}", size / ms / 1e9, "TB/s", ms)
+        table.add("shared", f"{batch} rows x {prefix} {how}", size / ms / 1e9, "TB/s", ms)
+
+    shapes = ((64, 4096), (64, 1024), (256, 1024), (8, 4096))
+    for batch, prefix in shapes:
+        run(batch, prefix)
+        run(batch, prefix, "read by each row (from L2)")
+    if quick:
+        return
+    for batch, prefix in shapes:
+        run(batch, prefix, "tails and merge alone", decode__attend_shared=lambda *_: None)
+    for queries, keys, warps, stages, programs in (
+        (64, 64, 4, 2, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 1), (64, 32, 4, 4, 2),
+        (128, 64, 4, 3, 2), (128, 64, 8, 3, 1), (128, 64, 8, 3, 2), (64, 128, 4, 2, 2),
+        (64, 64, 4, 3, 4),
+    ):  # fmt: skip
+        tiles = {"sm_90": Tile(queries, keys, warps, stages)}
+        for batch, prefix in shapes[:1] + shapes[2:3]:
+            run(batch, prefix,
+                f"tile {queries} x {keys} warps {warps} stages {stages}, {programs} a core",
+                shared__SHARED_TILES=tiles, shared__SHARED_QUERIES=queries,
+                shared__PROGRAMS_PER_CORE=programs)  # fmt: skip
 
 
 def fused_ops(table: Table, quick: bool) -> None:

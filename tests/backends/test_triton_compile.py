@@ -15,7 +15,7 @@ if triton.knobs.runtime.interpret:
 from compile_only import TARGETS, CompileOnly
 
 from stoker.backends.triton import attention, fused, sampling
-from stoker.backends.triton.attention import Tile
+from stoker.backends.triton.flash import Tile
 
 HAS_DOT = {"_decode", "_extend", "_shared_prefix"}
 MAX_SPILL = 32  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile

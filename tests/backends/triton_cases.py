@@ -11,7 +11,7 @@ from cases import ORACLE, AttentionCase, build_attention, oracle_inputs, samplin
 
 from stoker.backends.api import LayerCache
 from stoker.backends.reference import uniform
-from stoker.backends.triton import attention, fused, sampling
+from stoker.backends.triton import attention, decode, extend, fused, sampling, shared
 
 
 def shared_batch(dtype, groups, page_size=16, window=None, has_sinks=False):
@@ -50,24 +50,23 @@ def test_a_shared_prefix_read_once_changes_nothing(dtype, kind):
         got = attention.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-    is_used = attention.SHARED_KEY in inputs.meta.plans
+    is_used = shared.SHARED_KEY in inputs.meta.plans
     assert is_used == (kind != "window")
     if is_used:
-        table = inputs.meta.plans[attention.SHARED_KEY]
+        table = inputs.meta.plans[shared.SHARED_KEY]
         assert table.tile_lens.tolist() == [160, 400, 400]
-        plan = next(iter(inputs.meta.plans[attention.PLAN_KEY].values()))
-        work = plan.work[:, : int(plan.work_indptr[-1])]
-        starts = work[1, work[0] >= 5]
-        assert int(starts.min()) == 400
+        plan = next(iter(inputs.meta.plans[decode.PLAN_KEY].values()))
+        rows, starts = plan.work[:, 0], plan.work[:, 2]
+        assert int(starts[rows >= 5].min()) == 400
 
 
 def test_shared_groups_that_do_not_fit_are_left_out():
     groups = [(np.arange(5, dtype=np.int32), 64), (np.array([7, 8], np.int32), 32)]
-    rows, lens, row_lens = attention.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=2)
+    rows, lens, row_lens = shared.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=2)
     assert rows.tolist() == [[0, 1, 2, 3], [4, -1, -1, -1]]
     assert lens.tolist() == [64, 64]
     assert row_lens.tolist() == [64] * 5 + [0] * 5
-    rows, lens, row_lens = attention.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=1)
+    rows, lens, row_lens = shared.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=1)
     assert rows.tolist() == [[7, 8, -1, -1]] and lens.tolist() == [32]
     assert row_lens.tolist() == [0] * 7 + [32, 32, 0]
 
@@ -126,17 +125,53 @@ def test_work_items_are_bounded_and_cover_each_context_once():
     case = AttentionCase("plan", [(1, n) for n in lengths], 16, 2, 1, 16)
     inputs = build_attention(case, torch.float32)
     attention.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
-    plan = next(iter(inputs.meta.plans[attention.PLAN_KEY].values()))
-    used = int(plan.work_indptr[-1])
-    assert used <= plan.work.shape[1]
+    plan = next(iter(inputs.meta.plans[decode.PLAN_KEY].values()))
+    used = int((plan.work[:, 0] >= 0).sum())
+    assert (plan.work[used:, 0] == -1).all()
     assert int(plan.counters.abs().sum()) == 0
     for row, length in enumerate(lengths):
-        first, last = plan.work_indptr[row : row + 2].tolist()
-        items = plan.work[1:, first:last].T.tolist()
-        assert plan.work[0, first:last].tolist() == [row] * (last - first)
-        assert [start for start, _ in items] == [0, *(end for _, end in items)][: len(items)]
-        assert (items[-1][1] if items else 0) == length
-    assert int(plan.work_indptr[2] - plan.work_indptr[1]) > 3
+        items = plan.work[plan.work[:, 0] == row].tolist()
+        assert {tuple(item[4:6]) for item in items} <= {(plan.work[:, 0].tolist().index(row)
+                                                         if items else 0, len(items))}  # fmt: skip
+        ends = [item[3] for item in items]
+        assert [item[2] for item in items] == [0, *ends][: len(items)]
+        assert (ends[-1] if items else 0) == length
+    assert (plan.work[:, 0] == 1).sum() > 3
+
+
+EXTENDS = {
+    "dense": [(40, 300), (130, 140), (1, 5)],
+    "pages": [(40, 300), (130, 140), (1, 5)],
+    "split": [(5, 90), (3, 300), (7, 7)],
+    "dense split": [(40, 300), (20, 40)],
+}
+
+
+@pytest.mark.parametrize("kind", EXTENDS)
+def test_extend_by_descriptors_and_in_splits(kind, monkeypatch):
+    monkeypatch.setattr(extend, "DENSE_MIN_TOKENS", 1 if kind.startswith("dense") else 10**9)
+    page_size = 64 if kind == "pages" else 16
+    case = AttentionCase(kind, [(1, 33), (1, 20), *EXTENDS[kind]], page_size, 4, 2, 64, None, None,
+                         "split" in kind)  # fmt: skip
+    inputs = build_attention(case, torch.bfloat16)
+    oracle = oracle_inputs(inputs)
+    want = ORACLE.attend(oracle.q, oracle.meta, oracle.cache, oracle.spec)
+    for _ in range(2):
+        got = attention.attend(
+            inputs.q, inputs.meta, inputs.cache, inputs.spec, splits=3 if "split" in kind else 1
+        )
+        torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+    plans = inputs.meta.plans[extend.PLAN_KEY] if kind != "pages" else {}
+    assert any(isinstance(plan, extend.DenseCopy) for plan in plans.values()) == (
+        kind.startswith("dense")
+    )
+
+
+def test_splits_fill_the_cores_in_few_waves():
+    assert extend.num_splits(64, 132, 28_000) == 2
+    assert extend.num_splits(128, 132, 28_000) == 1
+    assert extend.num_splits(8, 132, 28_000) == 16
+    assert extend.num_splits(8, 132, 1_000) == 1
 
 
 draw = sampling._uniform
