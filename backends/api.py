@@ -220,7 +220,11 @@ class DeviceRuntime(Protocol):
 
 
 class Provider(Protocol):
-    """A source of ops. Methods are named after those of `Ops`; it may have only some."""
+    """A source of ops. Methods are named after those of `Ops`; it may have only some.
+
+    One that keeps pages in an order of its own says so in an attribute `kv_layout` (the others'
+    is "NHD"), has `from_nhd` and `to_nhd` for a LayerCache, and serves both write_qkv and attend.
+    """
 
     name: str
 

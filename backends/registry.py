@@ -37,8 +37,8 @@ OP_GROUPS = (
     ("pack_linear", "linear"),
     ("rms_norm",),
     ("add_rms_norm",),
-    ("write_qkv",),
     ("attend",),
+    ("write_qkv",),  # after attend, whose layout of pages it must write
     ("silu_and_mul",),
     ("gelu_and_mul",),
     ("sample",),
@@ -131,6 +131,7 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
         raise BackendError(f"unknown op {min(unknown)!r}, there are {', '.join(OP_NAMES)}")
     methods: dict[str, Any] = {}
     choices = {}
+    layout = ""
     for group in OP_GROUPS:
         forced = next((overrides[op] for op in group if op in overrides), None)
         passed_over: dict[str, str] = {}
@@ -141,6 +142,8 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
                 passed_over[provider.name] = reason
             elif forced not in (None, provider.name):
                 passed_over[provider.name] = f"{forced} is asked for"
+            elif group == ("write_qkv",) and _layout(provider) != layout:
+                passed_over[provider.name] = f"attend wants pages as {layout}"
             else:
                 break
         else:
@@ -148,7 +151,13 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
             raise BackendError(
                 f"{group[-1]} of backend {runtime.name} cannot come from {forced}: {reason}"
             )
+        if group == ("attend",):
+            layout = _layout(provider)
         for op in group:
             methods[op] = getattr(provider, op)
             choices[op] = Choice(op, provider.name, passed_over)
     return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices)
+
+
+def _layout(provider: Provider) -> str:
+    return getattr(provider, "kv_layout", "NHD")

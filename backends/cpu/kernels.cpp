@@ -134,18 +134,19 @@ inline float exponential(float x) { return _mm512_cvtss_f32(exponential(_mm512_s
 
 // ---- The one matrix product ---------------------------------------------------------------------
 
-// acc[r][v] += sum over k of a[r][word k] * b[k * b_step + 16 v .. + 16], in order of k.
+// acc[r][v] += sum over k of a[r][word k] * (16 words of b[v] at k * b_step), in order of k.
 template <class T, int ROWS, int VECS>
 [[gnu::always_inline]] inline void multiply(Vec (&acc)[ROWS][VECS], const T* a, int64_t a_stride,
-                                            const uint32_t* b, int64_t b_step, int64_t words,
-                                            int prefetch_words = 0) {
-  for (int64_t k = 0; k < words; ++k, b += b_step) {
+                                            const uint32_t* const (&b)[VECS], int64_t b_step,
+                                            int64_t words, int prefetch_words = 0) {
+  for (int64_t k = 0; k < words; ++k) {
     Vec column[VECS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) {
+      const uint32_t* p = b[v] + k * b_step;
       if (prefetch_words)
-        _mm_prefetch(reinterpret_cast<const char*>(b + v * LANES + prefetch_words), _MM_HINT_T0);
-      column[v] = _mm512_loadu_ps(b + v * LANES);
+        _mm_prefetch(reinterpret_cast<const char*>(p + prefetch_words), _MM_HINT_T0);
+      column[v] = _mm512_loadu_ps(p);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
@@ -204,7 +205,8 @@ void linear(const T* x, int64_t x_stride, int64_t num_tokens, const uint32_t* pa
           constexpr int ROWS = rows;
           Vec acc[ROWS][2];
           clear(acc);
-          multiply<T>(acc, x + begin * x_stride, x_stride, packed + p * words * PANEL, PANEL, words,
+          const uint32_t* panel = packed + p * words * PANEL;
+          multiply<T>(acc, x + begin * x_stride, x_stride, {panel, panel + LANES}, PANEL, words,
                       ROWS <= 4 ? 1024 : 0);
           auto finish = [&](int v, auto lanes) {
             const int64_t at = column + v * LANES;
@@ -346,54 +348,78 @@ struct Layer {
   float eps;
 };
 
+// ---- The cache ----------------------------------------------------------------------------------
+//
+// A page of [page_size, num_kv_heads, head_dim] elements, page_size a multiple of 16, is kept in the
+// order in which `multiply` reads it, so that attention streams through it: per kv head, keys as
+// [page_size / 16][words][16] words (a word is of one token), values as
+// [page_size / per word][head_dim] words (a word is of one dimension).
+
+constexpr int CHUNK = LANES;  // tokens
+
+// Elements from the pool's first to the first of 16 tokens of a head.
+inline int64_t chunk_at(int64_t page, int64_t page_size, int64_t offset, int64_t head,
+                        const Layer& layer) {
+  return ((page * layer.num_kv_heads + head) * page_size + offset / CHUNK * CHUNK) * layer.head_dim;
+}
+
+template <class T>
+inline void put_key(T* chunk, int64_t token, const T* key, int64_t dim) {
+  for (int64_t w = 0; w < dim / PER_WORD<T>; ++w)
+    std::memcpy(chunk + (w * CHUNK + token) * PER_WORD<T>, key + w * PER_WORD<T>, 4);
+}
+
+template <class T>
+inline void put_value(T* chunk, int64_t token, const T* value, int64_t dim) {
+  T* to = chunk + token / PER_WORD<T> * PER_WORD<T> * dim + token % PER_WORD<T>;
+  for (int64_t d = 0; d < dim; ++d) to[d * PER_WORD<T>] = value[d];
+}
+
 // q is normed and rotated in place; k and v go to the cache.
 template <class T>
 void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positions,
-               const int64_t* out_slots, const Layer& layer, T* k_cache, T* v_cache) {
-  const int64_t dim = layer.head_dim, kv_width = layer.num_kv_heads * dim;
-  const int64_t num_rotated = layer.num_heads + layer.num_kv_heads;
+               const int64_t* out_slots, int64_t page_size, const Layer& layer, T* k_cache,
+               T* v_cache) {
+  const int64_t dim = layer.head_dim, num_rotated = layer.num_heads + layer.num_kv_heads;
 #pragma omp parallel for if (num_tokens * stride > NORM_GRAIN)
   for (int64_t token = 0; token < num_tokens; ++token) {
     T* row = qkv + token * stride;
     const int64_t slot = out_slots[token];
-    for (int64_t head = 0; head < num_rotated; ++head) {
-      const bool is_query = head < layer.num_heads;
-      if (!is_query && slot < 0) break;
+    for (int64_t head = 0; head < (slot < 0 ? layer.num_heads : num_rotated); ++head) {
       T* x = row + head * dim;
       float wide[MAX_HEAD_DIM];
-      const Weight& norm = is_query ? layer.q_norm : layer.k_norm;
+      const Weight& norm = head < layer.num_heads ? layer.q_norm : layer.k_norm;
       if (norm.data) {
         norm_row(x, norm, dim, layer.eps, wide);
       } else {
         for_vectors(dim, [&](int64_t i, auto lanes) { store(wide + i, load(x + i, lanes), lanes); });
       }
       if (layer.rope.cos_sin) rotate(wide, layer.rope, positions[token]);
-      T* to = is_query ? x : k_cache + slot * kv_width + (head - layer.num_heads) * dim;
-      for_vectors(dim, [&](int64_t i, auto lanes) { store(to + i, load(wide + i, lanes), lanes); });
+      for_vectors(dim, [&](int64_t i, auto lanes) { store(x + i, load(wide + i, lanes), lanes); });
     }
-    if (slot >= 0)
-      std::memcpy(v_cache + slot * kv_width, row + num_rotated * dim, kv_width * sizeof(T));
+    if (slot < 0) continue;
+    const int64_t page = slot / page_size, offset = slot % page_size;
+    const T *k = row + layer.num_heads * dim, *v = row + num_rotated * dim;
+    for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
+      const int64_t at = chunk_at(page, page_size, offset, head, layer);
+      put_key(k_cache + at, offset % CHUNK, k + head * dim, dim);
+      put_value(v_cache + at, offset % CHUNK, v + head * dim, dim);
+    }
   }
 }
 
 // ---- Attention ----------------------------------------------------------------------------------
 //
 // A context is cut into splits of 256 keys at fixed positions. In a split, the query heads that
-// share a kv head are the rows of two small products: scores = q k^T, then p v, with 64 keys at a
-// time brought into the order that `multiply` wants. Splits are merged in order, so decode gives
-// the bits that prefill gave, whether a long context's splits ran on one thread or on many.
-//
-// A task of decode takes several kv heads of one row: a token's heads lie side by side, and memory
-// is twice as fast when it is read in order.
+// share a kv head are the rows of two small products: scores = q k^T, then p v. Splits are merged
+// in order, so decode gives the bits that prefill gave, whether a long context's splits ran on one
+// thread or on many.
 
 constexpr int SPLIT = 256;
-constexpr int GROUP = 64;
-constexpr int GROUP_VECS = GROUP / LANES;
+constexpr int GROUP_VECS = 4;  // columns that are computed at once, in vectors
 constexpr int ROW_TILE = 6;
-constexpr int AHEAD = 64;  // keys between what is fetched and what is read
-constexpr int64_t MAX_QUERY_ROWS = 96;        // of a task, where there are more tokens than one
-constexpr int64_t MAX_GROUP_BYTES = 32 << 10;  // of 64 keys of a task's kv heads
-constexpr int64_t ATTENTION_GRAIN = 1000;      // keys times kv heads
+constexpr int64_t MAX_QUERY_ROWS = 96;     // of a task with more than one token
+constexpr int64_t ATTENTION_GRAIN = 1000;  // keys times kv heads
 
 // Who is in the batch; native_ops.py has its twin.
 struct Batch {
@@ -419,71 +445,6 @@ struct State {
 };
 
 inline State state_at(float* data, int64_t rows) { return {data, data + rows, data + 2 * rows}; }
-
-// 16 rows of 16 words become 16 columns.
-inline void transpose(Vec (&x)[16]) {
-  Vec t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
-      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const Vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88);
-    const Vec b = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xDD);
-    const Vec c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88);
-    const Vec d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xDD);
-    t[i] = _mm512_shuffle_f32x4(a, c, 0x88);
-    t[i + 8] = _mm512_shuffle_f32x4(a, c, 0xDD);
-    t[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
-    t[i + 12] = _mm512_shuffle_f32x4(b, d, 0xDD);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) x[i] = t[i];
-}
-
-// 16 keys become 16 columns of [words][64].
-template <class T>
-inline void pack_keys(const T* const* tokens, int64_t at, int64_t words, uint32_t* packed) {
-  for_vectors(words, [&](int64_t k, auto lanes) {
-    Vec x[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      x[i] = load(reinterpret_cast<const float*>(tokens[i] + at) + k, lanes);
-    transpose(x);
-    if constexpr (std::is_same_v<decltype(lanes), All>) {
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) store(reinterpret_cast<float*>(packed) + (k + i) * GROUP, x[i]);
-    } else {
-      for (int64_t i = 0; k + i < words; ++i)
-        store(reinterpret_cast<float*>(packed) + (k + i) * GROUP, x[i]);
-    }
-  });
-}
-
-// Values of one word's tokens, as [dim] words.
-inline void pack_values(const float* const* tokens, int64_t at, int64_t dim, uint32_t* packed) {
-  std::memcpy(packed, tokens[0] + at, dim * sizeof(float));
-}
-
-inline void pack_values(const bf16* const* tokens, int64_t at, int64_t dim, uint32_t* packed) {
-  for (int64_t d = 0; d < dim; d += LANES) {
-    auto wide = [&](int i) {
-      return _mm512_cvtepu16_epi32(
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tokens[i] + at + d)));
-    };
-    _mm512_storeu_si512(packed + d, _mm512_or_si512(wide(0), _mm512_slli_epi32(wide(1), 16)));
-  }
-}
 
 // The keys that a row may see.
 struct Visible {
@@ -576,9 +537,9 @@ class Attention {
  private:
   // A thread's working memory, kept from call to call.
   struct Scratch {
-    std::vector<uint32_t> queries, packed;
+    std::vector<uint32_t> queries, last_value;
     std::vector<float> scores, state, next;
-    const T *keys[SPLIT], *values[SPLIT];  // tokens' first heads
+    const T *keys[SPLIT / CHUNK], *values[SPLIT / CHUNK];  // chunks of the task's first head
   };
 
   // The first and last split that some of the tokens see.
@@ -593,8 +554,6 @@ class Attention {
     tasks.clear();
     merges.clear();
     const int64_t tile = std::max<int64_t>(1, MAX_QUERY_ROWS / group_);
-    const int64_t head_bytes = GROUP * dim_ * sizeof(T);
-    const int64_t most_heads = std::max<int64_t>(1, MAX_GROUP_BYTES / head_bytes);
     int64_t work = 0, mask_begin = 0, num_floats = 0;
     for (int64_t row = 0; row < batch_.num_rows; ++row) {
       const int64_t q_len = batch_.qo_indptr[row + 1] - batch_.qo_indptr[row];
@@ -602,7 +561,8 @@ class Attention {
       if (q_len == 0 || kv_len == 0) continue;
       work += q_len * kv_len * layer_.num_kv_heads;
       const auto [first, last] = splits(kv_len - 1, kv_len - 1);
-      const int64_t step = q_len == 1 ? most_heads : 1;
+      // A decode row's kv heads lie side by side: one task where there are rows for all threads.
+      const int64_t step = q_len == 1 && batch_.num_rows > 4 ? layer_.num_kv_heads : 1;
       for (int64_t head = 0; head < layer_.num_kv_heads; head += step) {
         const int64_t heads = std::min(step, layer_.num_kv_heads - head);
         if (q_len == 1 && first < last) {
@@ -635,7 +595,7 @@ class Attention {
   void compute(const Task& task, Scratch& scratch) const {
     const int64_t rows = num_rows(task);
     scratch.queries.resize(rows * words_);
-    scratch.packed.resize(task.num_kv_heads * GROUP * words_);
+    scratch.last_value.resize(dim_);
     scratch.scores.resize(rows * SPLIT);
     scratch.state.resize(state_size(task));
     scratch.next.resize(state_size(task));
@@ -676,9 +636,8 @@ class Attention {
       begin = std::max(begin, seen & ~int64_t{LANES - 1});
     }
     const int num_keys = static_cast<int>(end - begin);
-    const int padded = (num_keys + LANES - 1) / LANES * LANES;
-    gather(task, begin, num_keys, padded, scratch);
-    score(task, padded, scratch);
+    find_chunks(task, begin, num_keys, scratch);
+    score(task, num_keys, scratch);
     const int64_t head_rows = task.num_tokens * group_;
     for (int64_t r = 0; r < num_rows(task); ++r) {
       const int64_t token = r % head_rows / group_;
@@ -688,110 +647,99 @@ class Attention {
         visible.last = last_key(task);
         visible.tree = batch_.tree_mask + task.mask_begin + (task.begin + token) * kv_len(task);
       }
-      softmax_row<T>(&scratch.scores[r * SPLIT], begin, padded, layer_, visible, &state.max[r],
+      softmax_row<T>(&scratch.scores[r * SPLIT], begin, num_keys, layer_, visible, &state.max[r],
                      &state.sum[r]);
     }
-    weigh(task, padded, scratch, state.out);
+    weigh(task, num_keys, scratch, state.out);
   }
 
-  // Where the split's tokens lie; those past the last repeat it, and are masked later.
-  void gather(const Task& task, int64_t begin, int num_keys, int padded, Scratch& scratch) const {
+  void find_chunks(const Task& task, int64_t begin, int num_keys, Scratch& scratch) const {
     const int32_t* table = batch_.block_table + batch_.slots[task.row] * batch_.table_stride;
-    const int64_t token_width = layer_.num_kv_heads * dim_, head = task.kv_head * dim_;
-    int64_t page = begin / batch_.page_size, offset = begin % batch_.page_size;
-    for (int i = 0; i < num_keys; ++i) {
-      const int64_t at = (table[page] * batch_.page_size + offset) * token_width + head;
-      scratch.keys[i] = k_ + at;
-      scratch.values[i] = v_ + at;
-      if (++offset == batch_.page_size) {
-        offset = 0;
-        ++page;
-      }
-    }
-    for (int i = num_keys; i < padded; ++i) {
-      scratch.keys[i] = scratch.keys[num_keys - 1];
-      scratch.values[i] = scratch.values[num_keys - 1];
+    for (int64_t i = 0; i < num_keys; i += CHUNK) {
+      const int64_t page = table[(begin + i) / batch_.page_size];
+      const int64_t offset = (begin + i) % batch_.page_size;
+      const int64_t at = chunk_at(page, batch_.page_size, offset, task.kv_head, layer_);
+      scratch.keys[i / CHUNK] = k_ + at;
+      scratch.values[i / CHUNK] = v_ + at;
     }
   }
 
-  // Asks for 16 tokens' keys, or after the keys values, in the order of their addresses; the
-  // packing that follows reads them head by head.
-  void fetch(const Task& task, int at, int padded, const Scratch& scratch) const {
-    if (at >= 2 * padded) return;
-    const T* const* tokens = at < padded ? scratch.keys + at : scratch.values + (at - padded);
-    const int64_t width = task.num_kv_heads * dim_;
-    for (int i = 0; i < LANES; ++i)
-      for (int64_t d = 0; d < width; d += 64 / sizeof(T))
-        _mm_prefetch(reinterpret_cast<const char*>(tokens[i] + d), _MM_HINT_T1);
+  // The same chunk of another of the task's heads.
+  const uint32_t* of_head(const T* chunk, int64_t head) const {
+    return reinterpret_cast<const uint32_t*>(chunk + head * batch_.page_size * dim_);
   }
 
   // scores[row][key] = q k
-  void score(const Task& task, int padded, Scratch& scratch) const {
+  void score(const Task& task, int num_keys, Scratch& scratch) const {
     const int64_t head_rows = task.num_tokens * group_;
-    for (int first = 0; first < padded; first += GROUP) {
-      for (int i = first; i < std::min(first + GROUP, padded); i += LANES) {
-        fetch(task, i + AHEAD, padded, scratch);
-        for (int64_t head = 0; head < task.num_kv_heads; ++head)
-          pack_keys(scratch.keys + i, head * dim_, words_,
-                    scratch.packed.data() + head * words_ * GROUP + (i - first));
-      }
-      for (int64_t head = 0; head < task.num_kv_heads; ++head) {
-        const uint32_t* keys = scratch.packed.data() + head * words_ * GROUP;
-        for (int64_t r = 0; r < head_rows; r += ROW_TILE)
-          with_rows<ROW_TILE>(head_rows - r, [&](auto constant) {
-            constexpr int ROWS = constant;
-            const int64_t row = head * head_rows + r;
-            const T* q = reinterpret_cast<const T*>(&scratch.queries[row * words_]);
-            Vec acc[ROWS][GROUP_VECS];
-            clear(acc);
-            multiply<T>(acc, q, dim_, keys, GROUP, words_);
-            for (int i = 0; i < ROWS; ++i)
-              for (int v = 0; v < GROUP_VECS; ++v)
-                store(&scratch.scores[(row + i) * SPLIT + first + v * LANES], acc[i][v]);
-          });
-      }
-    }
-  }
-
-  // out[row] = sum over keys of p[row][key] v[key]
-  void weigh(const Task& task, int padded, Scratch& scratch, float* out) const {
-    const int64_t head_rows = task.num_tokens * group_, head_words = GROUP / PER_WORD<T> * dim_;
-    for (int first = 0; first < padded; first += GROUP) {
-      const int num_keys = std::min(GROUP, padded - first), steps = num_keys / PER_WORD<T>;
-      for (int step = 0; step < steps; ++step) {
-        const int key = first + step * PER_WORD<T>;
-        if (key % LANES == 0) fetch(task, padded + key + AHEAD, padded, scratch);
-        for (int64_t head = 0; head < task.num_kv_heads; ++head)
-          pack_values(scratch.values + first + step * PER_WORD<T>, head * dim_, dim_,
-                      scratch.packed.data() + head * head_words + step * dim_);
-      }
-      for (int64_t head = 0; head < task.num_kv_heads; ++head) {
-        const uint32_t* values = scratch.packed.data() + head * head_words;
+    const int num_chunks = (num_keys + CHUNK - 1) / CHUNK;
+    for (int first = 0; first < num_chunks;) {
+      const bool is_group = first + GROUP_VECS <= num_chunks;
+      for (int64_t head = 0; head < task.num_kv_heads; ++head)
         for (int64_t r = 0; r < head_rows; r += ROW_TILE)
           with_rows<ROW_TILE>(head_rows - r, [&](auto rows) {
-            const int64_t row = head * head_rows + r;
-            const T* p = reinterpret_cast<const T*>(&scratch.scores[row * SPLIT]) + first;
-            float* to = out + row * dim_;
-            int64_t d = 0;
-            for (; d + GROUP <= dim_; d += GROUP)
-              weigh_tile<rows, GROUP_VECS>(p, values + d, steps, first == 0, to + d);
-            for (; d < dim_; d += LANES)
-              weigh_tile<rows, 1>(p, values + d, steps, first == 0, to + d);
+            if (is_group)
+              score_tile<rows, GROUP_VECS>(head, head * head_rows + r, first, scratch);
+            else
+              score_tile<rows, 1>(head, head * head_rows + r, first, scratch);
           });
-      }
+      first += is_group ? GROUP_VECS : 1;
     }
   }
 
   template <int ROWS, int VECS>
-  void weigh_tile(const T* p, const uint32_t* values, int64_t steps, bool is_first,
-                  float* out) const {
+  void score_tile(int64_t head, int64_t row, int first, Scratch& scratch) const {
+    const uint32_t* keys[VECS];
+    for (int v = 0; v < VECS; ++v) keys[v] = of_head(scratch.keys[first + v], head);
     Vec acc[ROWS][VECS];
+    clear(acc);
+    const T* q = reinterpret_cast<const T*>(&scratch.queries[row * words_]);
+    multiply<T>(acc, q, dim_, keys, CHUNK, words_);
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECS; ++v)
-        acc[i][v] = is_first ? _mm512_setzero_ps() : load(out + i * dim_ + v * LANES);
-    multiply<T>(acc, p, SPLIT * PER_WORD<T>, values, dim_, steps);
+        store(&scratch.scores[(row + i) * SPLIT + (first + v) * CHUNK], acc[i][v]);
+  }
+
+  // out[row] = sum over keys of p[row][key] v[key]
+  void weigh(const Task& task, int num_keys, Scratch& scratch, float* out) const {
+    const int64_t head_rows = task.num_tokens * group_;
+    for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+      if (num_keys % PER_WORD<T>) {  // the last word's other token is not of this context
+        const int64_t step = num_keys % CHUNK / PER_WORD<T>;
+        const uint32_t* from = of_head(scratch.values[num_keys / CHUNK], head) + step * dim_;
+        for (int64_t d = 0; d < dim_; ++d) scratch.last_value[d] = from[d] & 0xFFFF;
+      }
+      for (int64_t r = 0; r < head_rows; r += ROW_TILE)
+        with_rows<ROW_TILE>(head_rows - r, [&](auto rows) {
+          const int64_t row = head * head_rows + r;
+          int64_t d = 0;
+          for (; d + GROUP_VECS * LANES <= dim_; d += GROUP_VECS * LANES)
+            weigh_tile<rows, GROUP_VECS>(head, row, d, num_keys, scratch, out);
+          for (; d < dim_; d += LANES) weigh_tile<rows, 1>(head, row, d, num_keys, scratch, out);
+        });
+    }
+  }
+
+  template <int ROWS, int VECS>
+  void weigh_tile(int64_t head, int64_t row, int64_t d, int num_keys, const Scratch& scratch,
+                  float* out) const {
+    constexpr int STRIDE = SPLIT * PER_WORD<T>;
+    const T* p = reinterpret_cast<const T*>(&scratch.scores[row * SPLIT]);
+    Vec acc[ROWS][VECS];
+    clear(acc);
+    const uint32_t* values[VECS];
+    for (int first = 0; first < num_keys; first += CHUNK) {
+      const int steps = std::min(CHUNK, num_keys - first) / PER_WORD<T>;
+      const uint32_t* chunk = of_head(scratch.values[first / CHUNK], head) + d;
+      for (int v = 0; v < VECS; ++v) values[v] = chunk + v * LANES;
+      multiply<T>(acc, p + first, STRIDE, values, dim_, steps);
+    }
+    if (const int rest = num_keys % PER_WORD<T>) {
+      for (int v = 0; v < VECS; ++v) values[v] = &scratch.last_value[d + v * LANES];
+      multiply<T>(acc, p + num_keys - rest, STRIDE, values, dim_, 1);
+    }
     for (int i = 0; i < ROWS; ++i)
-      for (int v = 0; v < VECS; ++v) store(out + i * dim_ + v * LANES, acc[i][v]);
+      for (int v = 0; v < VECS; ++v) store(out + (row + i) * dim_ + d + v * LANES, acc[i][v]);
   }
 
   void finish(const Task& task, const State& state) const {
@@ -1015,8 +963,8 @@ extern "C" {
   }                                                                                                \
   void stoker_write_qkv_##NAME(T* qkv, int64_t stride, int64_t num_tokens,                         \
                                const int64_t* positions, const int64_t* out_slots,                 \
-                               const Layer* layer, T* k_cache, T* v_cache) {                       \
-    write_qkv(qkv, stride, num_tokens, positions, out_slots, *layer, k_cache, v_cache);            \
+                               int64_t page_size, const Layer* layer, T* k_cache, T* v_cache) {    \
+    write_qkv(qkv, stride, num_tokens, positions, out_slots, page_size, *layer, k_cache, v_cache); \
   }                                                                                                \
   void stoker_attend_##NAME(const T* q, int64_t q_stride, const Batch* batch, const Layer* layer,  \
                             const T* k, const T* v, T* out) {                                      \

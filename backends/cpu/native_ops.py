@@ -1,7 +1,7 @@
 """The ops of kernels.cpp, called through ctypes, which frees the GIL while they run.
 
 bfloat16 and float32 on processors with AVX-512; what the kernels do not cover (float16, odd
-shapes) is left to plain torch, whose ops this provider inherits.
+shapes, pages of fewer than 16 tokens) is left to plain torch, whose ops this provider inherits.
 
 Runs on: gpu.
 """
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..api import BackendError
+from ..api import BackendError, LayerCache
 from . import build
 from .memory import Arena
 from .torch_ops import TorchOps
 
 if TYPE_CHECKING:
-    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, LayerCache, Rope, SamplingRows
+    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, Rope, SamplingRows
 
 MAX_HEAD_DIM = 512
 
@@ -45,7 +45,7 @@ _ARGUMENTS = {
     ],
     "silu_and_mul": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "gelu_and_mul": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
-    "write_qkv": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
+    "write_qkv": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3],
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
 }
 _SAMPLE = [c_void_p, c_int64, c_int64, *[c_void_p] * 7]
@@ -110,6 +110,7 @@ class NativeOps(TorchOps):
     """Kernels of our own, compiled at first use."""
 
     name = "native"
+    kv_layout = "chunks of 16 tokens"
 
     def __init__(self) -> None:
         self._arena = Arena()
@@ -243,14 +244,11 @@ class NativeOps(TorchOps):
         eps: float,
     ) -> Tensor:
         """Norms, rotation and the cache write in one call; q is a view of qkv."""
-        call = self._write_qkv.get(qkv.dtype)
-        if (
-            call is None
-            or spec.head_dim > MAX_HEAD_DIM
-            or cache.k.dtype is not qkv.dtype
-            or qkv.stride(1) != 1
-        ):
+        if not packs_pages(cache):
             return super().write_qkv(qkv, meta, cache, spec, rope, q_norm, k_norm, eps)
+        dtype = cache.k.dtype
+        if qkv.dtype is not dtype or qkv.stride(1) != 1:
+            qkv = qkv.to(dtype).contiguous()
         layer, address = self._layer(spec)
         if rope is None:
             layer.cos_sin = None
@@ -259,35 +257,34 @@ class NativeOps(TorchOps):
             layer.rotary_dim = rope.rotary_dim
             layer.interleaved = rope.interleaved
         layer.q_norm, layer.k_norm, layer.eps = _weight(q_norm), _weight(k_norm), eps
-        num_tokens = qkv.shape[0]
-        call(
+        num_tokens, stride = qkv.shape[0], qkv.stride(0)
+        self._write_qkv[dtype](
             qkv.data_ptr(),
-            qkv.stride(0),
+            stride,
             num_tokens,
             meta.positions.data_ptr(),
             meta.out_slots.data_ptr(),
+            meta.page_size,
             address,
             cache.k.data_ptr(),
             cache.v.data_ptr(),
         )
-        shape = (num_tokens, spec.num_heads, spec.head_dim)
-        return qkv.as_strided(shape, (qkv.stride(0), spec.head_dim, 1))
+        return qkv.as_strided(
+            (num_tokens, spec.num_heads, spec.head_dim), (stride, spec.head_dim, 1)
+        )
 
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """Reads pages in place; a row's result does not depend on the batch or on chunks."""
-        call = self._attend.get(q.dtype)
-        if (
-            call is None
-            or spec.head_dim % 16
-            or cache.k.dtype is not q.dtype
-            or q.stride()[1:] != (spec.head_dim, 1)
-        ):
+        if not packs_pages(cache):
             return super().attend(q, meta, cache, spec)
+        dtype = cache.k.dtype
+        if q.dtype is not dtype or q.stride()[1:] != (spec.head_dim, 1):
+            q = q.to(dtype).contiguous()
         batch = meta.plans.get(self.name)
         if batch is None:
             batch = meta.plans[self.name] = _batch(meta)
-        out = torch.empty((q.shape[0], spec.num_heads * spec.head_dim), dtype=q.dtype)
-        call(
+        out = torch.empty((q.shape[0], spec.num_heads * spec.head_dim), dtype=dtype)
+        self._attend[dtype](
             q.data_ptr(),
             q.stride(0),
             ctypes.addressof(batch),
@@ -297,6 +294,28 @@ class NativeOps(TorchOps):
             out.data_ptr(),
         )
         return out
+
+    def from_nhd(self, cache: LayerCache) -> LayerCache:
+        """A copy of a cache in the order of the contract, in the kernels' order (kernels.cpp)."""
+        if not packs_pages(cache):
+            return cache
+        num_pages, page_size, heads, dim = cache.k.shape
+        per_word = 4 // cache.k.itemsize
+        k = cache.k.view(num_pages, page_size // 16, 16, heads, dim // per_word, per_word)
+        v = cache.v.view(num_pages, page_size // per_word, per_word, heads, dim)
+        k, v = k.permute(0, 3, 1, 4, 2, 5), v.permute(0, 3, 1, 4, 2)
+        return LayerCache(k.reshape(cache.k.shape), v.reshape(cache.v.shape))
+
+    def to_nhd(self, cache: LayerCache) -> LayerCache:
+        """The inverse of `from_nhd`."""
+        if not packs_pages(cache):
+            return cache
+        num_pages, page_size, heads, dim = cache.k.shape
+        per_word = 4 // cache.k.itemsize
+        k = cache.k.view(num_pages, heads, page_size // 16, dim // per_word, 16, per_word)
+        v = cache.v.view(num_pages, heads, page_size // per_word, dim, per_word)
+        k, v = k.permute(0, 2, 4, 1, 3, 5), v.permute(0, 2, 4, 1, 3)
+        return LayerCache(k.reshape(cache.k.shape), v.reshape(cache.v.shape))
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Sorts only the logits near the largest, and those only for rows with filters."""
@@ -324,6 +343,12 @@ class NativeOps(TorchOps):
             )
             known = self._layers[id(spec)] = (spec, layer, ctypes.addressof(layer))
         return known[1:]
+
+
+def packs_pages(cache: LayerCache) -> bool:
+    """Whether the kernels keep this cache, in their order; plain torch keeps the others."""
+    _, page_size, _, dim = cache.k.shape
+    return not (page_size % 16 or dim % 16 or dim > MAX_HEAD_DIM or cache.k.dtype not in _SUFFIXES)
 
 
 def _batch(meta: BatchMeta) -> Batch:

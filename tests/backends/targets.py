@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stoker.backends import registry
-from stoker.backends.api import BackendError, DeviceRuntime, Provider
+from stoker.backends.api import BackendError, DeviceRuntime, LayerCache, Provider
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,16 @@ class Target:
         if method is None:
             pytest.skip(f"{self.provider.name} does not have {op}")
         return method
+
+    def kept(self, cache: LayerCache) -> LayerCache:
+        """A cache in the contract's order as the provider keeps it."""
+        convert = getattr(self.provider, "from_nhd", None)
+        return convert(cache) if convert else cache
+
+    def nhd(self, cache: LayerCache) -> LayerCache:
+        """The inverse of `kept`."""
+        convert = getattr(self.provider, "to_nhd", None)
+        return convert(cache) if convert else cache
 
 
 def targets() -> list:

@@ -146,6 +146,13 @@ def test_linear_gives_a_row_the_same_bits_in_any_batch(dtype):
         assert torch.equal(NATIVE.linear(x[begin:end], packed), together[begin:end])
 
 
+def native_case(case, dtype):
+    """A case with its cache in the kernels' order."""
+    inputs = build_attention(case, dtype)
+    inputs.cache = NATIVE.from_nhd(inputs.cache)
+    return inputs
+
+
 def as_rows(inputs, row, q_lens):
     """One row's new tokens cut into rows of their own, as later steps would compute them."""
     meta = inputs.meta
@@ -170,7 +177,7 @@ def as_rows(inputs, row, q_lens):
 @pytest.mark.parametrize("window, softcap", [(None, None), (100, 5.0)])
 def test_attention_gives_the_same_bits_however_a_prompt_is_cut(dtype, window, softcap):
     case = AttentionCase("", [(1, 1300), (150, 900), (60, 60)], 16, 9, 3, 64, window, softcap)
-    inputs = build_attention(case, dtype)
+    inputs = native_case(case, dtype)
     together = NATIVE.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
     begin = 0
     for row, (q_len, _) in enumerate(case.rows):
@@ -186,9 +193,9 @@ def test_attention_gives_the_same_bits_however_a_prompt_is_cut(dtype, window, so
 
 @needs_native
 def test_attention_gives_the_same_bits_on_any_number_of_threads_and_page_size():
-    case = AttentionCase("", [(1, 1300), (1, 40), (150, 900)], 16, 9, 3, 64)
+    case = AttentionCase("", [(1, 1300), (1, 40), (150, 900)], 32, 9, 3, 64)
     inputs = build_attention(case, torch.bfloat16)
-    call = (inputs.q, inputs.meta, inputs.cache, inputs.spec)
+    call = (inputs.q, inputs.meta, NATIVE.from_nhd(inputs.cache), inputs.spec)
     want = NATIVE.attend(*call)
     before = torch.get_num_threads()
     try:
@@ -196,16 +203,25 @@ def test_attention_gives_the_same_bits_on_any_number_of_threads_and_page_size():
         assert torch.equal(NATIVE.attend(*call), want)
     finally:
         torch.set_num_threads(before)
-    table = inputs.meta.block_table[:, : 1300 // 16 + 1, None] * 16 + torch.arange(16)
-    meta = replace(inputs.meta, page_size=1, block_table=table.flatten(1).int(), plans={})
-    cache = LayerCache(*(x.view(-1, 1, *x.shape[2:]) for x in inputs.cache))
+    halves = inputs.meta.block_table.clamp(max=2**20)[..., None] * 2 + torch.arange(2)
+    meta = replace(inputs.meta, page_size=16, block_table=halves.flatten(1).int(), plans={})
+    cache = NATIVE.from_nhd(LayerCache(*(x.view(-1, 16, 3, 64) for x in inputs.cache)))
     assert torch.equal(NATIVE.attend(inputs.q, meta, cache, inputs.spec), want)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_layout_there_and_back(dtype):
+    cache = LayerCache(*torch.randn(2, 5, 32, 3, 48).to(dtype))
+    kept = NATIVE.from_nhd(cache)
+    assert (dtype == torch.float16) == torch.equal(kept.k, cache.k)
+    assert all(torch.equal(a, b) for a, b in zip(NATIVE.to_nhd(kept), cache, strict=True))
 
 
 @needs_native
 def test_a_broken_row_harms_no_other():
     case = AttentionCase("", [(1, 300), (1, 300), (40, 40)], 16, 9, 3, 64)
-    inputs = build_attention(case, torch.bfloat16)
+    inputs = native_case(case, torch.bfloat16)
     want = NATIVE.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
     inputs.q[1] = torch.nan
     got = NATIVE.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
@@ -220,7 +236,7 @@ def test_processors_without_bfloat16_products_get_the_same_results(monkeypatch):
     monkeypatch.setattr(build, "load", lambda cpu: load(cpu, ("-mno-avx512bf16",)))
     emulated = NativeOps()
     assert emulated.probe(RUNTIME) is None
-    inputs = build_attention(AttentionCase("", [(1, 300), (50, 60)], 16, 9, 3, 64), torch.bfloat16)
+    inputs = native_case(AttentionCase("", [(1, 300), (50, 60)], 16, 9, 3, 64), torch.bfloat16)
     call = (inputs.q, inputs.meta, inputs.cache, inputs.spec)
     torch.testing.assert_close(emulated.attend(*call), NATIVE.attend(*call), rtol=1e-2, atol=1e-2)
     x, weight = torch.randn(9, 576).bfloat16(), torch.randn(64, 576).bfloat16() / 24

@@ -78,6 +78,20 @@ def test_ops_with_a_shared_format_come_from_one_provider(backends):
     assert ops.linear(1, 2) == "plain linear"  # Fast cannot pack what it would multiply
 
 
+def test_write_qkv_follows_attends_layout_of_pages(monkeypatch):
+    own = type("Own", (Plain,), {"name": "own", "kv_layout": "another order"})()
+    record = make_backend(monkeypatch, "five", [own, Plain()])
+    monkeypatch.setattr(registry, "BACKENDS", (record,))
+    providers = {op: choice.provider for op, choice in registry.select("five").choices.items()}
+    assert providers["write_qkv"] == providers["attend"] == "own"
+    choices = registry.select("five", {"attend": "plain"}).choices
+    assert choices["write_qkv"].provider == "plain"
+    assert choices["write_qkv"].passed_over == {"own": "attend wants pages as NHD"}
+    assert choices["rms_norm"].provider == "own"
+    with pytest.raises(BackendError, match="attend wants pages as another order"):
+        registry.select("five", {"write_qkv": "plain"})
+
+
 def test_reasons_of_a_probe_are_kept(backends):
     choice = registry.select("four").choices["attend"]
     assert (choice.provider, choice.passed_over) == ("plain", {"fast": "its library is missing"})
