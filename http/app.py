@@ -162,6 +162,7 @@ async def serve(
     finally:
         await runner.cleanup()
         await engine.close()
+        gc.unfreeze()  # else libraries report what they hold as leaked
     return EXIT_ENGINE_DEAD if server.fatal else 0
 
 

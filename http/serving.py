@@ -236,7 +236,7 @@ class Server:
         self.metrics.rejected["queue_full"] += 1
         queued = self.engine.num_streams - self.config.max_running_requests
         rate = self.metrics.finish_rate
-        wait_s = min(max(queued / rate, 1.0), 60.0) if rate > 0 else 5.0
+        wait_s = min(max(queued / rate, 1.0), 60.0) if rate > 0 else 1.0
         return Overloaded("too many requests are waiting", retry_after_s=wait_s)
 
     def submit(
