@@ -9,6 +9,7 @@ Runs on: any (pure).
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 
@@ -52,6 +53,14 @@ def make_meta(q_lens: list[int], kv_lens: list[int], page_size: int) -> BatchMet
         max_q_len=max(q_lens),
         max_kv_len=max(kv_lens),
     )
+
+
+def make_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers in memory that numpy asked the kernel to back with large pages, as it does
+    for the engine's pools; their order, a provider's own, does not matter here.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape).normal_()
 
 
 class Step:
@@ -149,7 +158,7 @@ def main() -> None:
             raise SystemExit(f"{name}: {reason}")
     num_slots = max([*(n * (args.context + 2 * page_size) for n in args.rows), 1024, *args.prompts])
     shape = (num_slots // page_size + 1, page_size, KV_HEADS, DIM)
-    caches = [LayerCache(*torch.randn(2, *shape).to(dtype)) for _ in range(LAYERS)]
+    caches = [LayerCache(make_pool(shape, dtype), make_pool(shape, dtype)) for _ in range(LAYERS)]
     weights = [
         {n: (torch.randn(o, i) / i**0.5).to(dtype) for n, (i, o) in SHAPES.items()}
         for _ in range(LAYERS)

@@ -8,6 +8,7 @@ one, or with --disable-overlap, a step is committed before the next is planned.
 Runs on: gpu.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -72,7 +73,10 @@ class GPUThread(threading.Thread):
         spent = _Spent()
         while True:
             self.heartbeat_s = time.monotonic()
-            if not self._receive(scheduler, wait=in_flight is None and not scheduler.has_work):
+            num_received = self._receive(
+                scheduler, wait=in_flight is None and not scheduler.has_work
+            )
+            if num_received is None:
                 return
             spent.start()
             plan = scheduler.plan(time.monotonic())
@@ -92,21 +96,22 @@ class GPUThread(threading.Thread):
                 facts += scheduler.commit(result, time.monotonic())
             if self._check:
                 scheduler.check()
-            if facts or result is not None:
+            if facts or result is not None or num_received:  # an abort changes figures only
                 self._post(facts, replace(scheduler.stats(), **spent.seconds))
             spent.count("commit_s")
 
-    def _receive(self, scheduler: Scheduler, *, wait: bool) -> bool:
-        """Hand all waiting messages to the scheduler; False after Shutdown."""
-        while True:
+    def _receive(self, scheduler: Scheduler, *, wait: bool) -> int | None:
+        """Hand all waiting messages to the scheduler; how many they were, None after Shutdown."""
+        for count in itertools.count():
             try:
-                message = self.inbox.get(timeout=IDLE_WAIT_S) if wait else self.inbox.get_nowait()
+                first = wait and not count
+                message = self.inbox.get(timeout=IDLE_WAIT_S) if first else self.inbox.get_nowait()
             except queue.Empty:
-                return True
+                return count
             if isinstance(message, Shutdown):
-                return False
+                return None
             scheduler.handle(message)
-            wait = False
+        return None
 
 
 class _Spent:

@@ -68,6 +68,7 @@ class Metrics:
         self.rejected = dict.fromkeys(REJECTIONS, 0)
         self.disconnects = 0
         self.loop_cpu_s = 0.0
+        self._loop_began_s = time.thread_time()  # what the start took is not counted
         self.finish_rate = 0.0  # choices a second, a moving average
         self._last_tick: tuple[float, int] | None = None
         self.registry = CollectorRegistry(auto_describe=False)
@@ -75,7 +76,7 @@ class Metrics:
 
     def tick(self) -> None:
         """Once a second, on the loop's thread: what can only be measured over time."""
-        self.loop_cpu_s = time.thread_time()
+        self.loop_cpu_s = time.thread_time() - self._loop_began_s
         now, finished = time.monotonic(), sum(self.finished.values())
         if self._last_tick:
             before, count = self._last_tick
@@ -104,12 +105,13 @@ class Metrics:
             ("step_tokens", "tokens of the latest step", s.batch_tokens),
         ):
             yield GaugeMetricFamily("stoker_" + name, text, value)
-        phases = GaugeMetricFamily(
-            "stoker_step_seconds", "time of the latest step by phase", labels=["phase"]
+        phases = CounterMetricFamily(
+            "stoker_step_seconds", "time of the GPU thread by phase of a step", labels=["phase"]
         )
         for phase in ("plan", "launch", "wait", "commit"):
             phases.add_metric([phase], getattr(s, phase + "_s"))
         yield phases
+        own_s = s.plan_s + s.launch_s + s.commit_s
         for name, text, total in (
             ("steps", "steps of the engine", s.steps),
             ("prompt_tokens", "prompt tokens, cached ones included", s.prompt_tokens),
@@ -118,6 +120,13 @@ class Metrics:
             ("retractions", "requests taken back to the queue for want of memory", s.retractions),
             ("evicted_pages", "pages taken from the prefix cache", s.evicted_pages),
             ("disconnects", "requests whose client went away", self.disconnects),
+            ("gpu_thread_cpu_seconds", "CPU time of the GPU thread's own work", s.cpu_s),
+            (
+                "gpu_thread_stall_seconds",
+                "its work's time without a core or the GIL",
+                own_s - s.cpu_s,
+            ),
+            ("device_seconds", "time that the device worked on steps", s.device_s),
             ("loop_cpu_seconds", "CPU time of the event loop's thread", self.loop_cpu_s),
         ):
             yield CounterMetricFamily("stoker_" + name, text, total)

@@ -165,8 +165,6 @@ def model_name(server: Server, name: str | None) -> str:
 async def chat_prompt(server: Server, body: ChatFields) -> list[int]:
     """The conversation as token ids; the template brings its own special tokens."""
     messages, options = body.template_input()
-    if server.engine.chat_template:
-        messages = server.engine.chat_template.normalise_messages(messages)
     text = await server.engine.render(messages, **options)
     return await server.engine.encode(text, add_special_tokens=False)
 

@@ -135,18 +135,18 @@ inline float exponential(float x) { return _mm512_cvtss_f32(exponential(_mm512_s
 // ---- The one matrix product ---------------------------------------------------------------------
 
 // acc[r][v] += sum over k of a[r][word k] * (16 words of b[v] at k * b_step), in order of k.
+// Meanwhile what lies at the same places of `ahead`, where given, is brought into the cache.
 template <class T, int ROWS, int VECS>
 [[gnu::always_inline]] inline void multiply(Vec (&acc)[ROWS][VECS], const T* a, int64_t a_stride,
                                             const uint32_t* const (&b)[VECS], int64_t b_step,
-                                            int64_t words, int prefetch_words = 0) {
+                                            int64_t words,
+                                            const uint32_t* const* ahead = nullptr) {
   for (int64_t k = 0; k < words; ++k) {
     Vec column[VECS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) {
-      const uint32_t* p = b[v] + k * b_step;
-      if (prefetch_words)
-        _mm_prefetch(reinterpret_cast<const char*>(p + prefetch_words), _MM_HINT_T0);
-      column[v] = _mm512_loadu_ps(p);
+      if (ahead) _mm_prefetch(reinterpret_cast<const char*>(ahead[v] + k * b_step), _MM_HINT_T0);
+      column[v] = _mm512_loadu_ps(b[v] + k * b_step);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
@@ -183,6 +183,7 @@ template <int MAX, class F>
 
 constexpr int PANEL = 32;
 constexpr int MAX_TILE = 12;
+constexpr int AHEAD = 1024;  // words
 constexpr int64_t BLOCK_BYTES = 384 << 10;  // of x, beside a panel in L2
 
 template <class T, class Out>
@@ -206,8 +207,9 @@ void linear(const T* x, int64_t x_stride, int64_t num_tokens, const uint32_t* pa
           Vec acc[ROWS][2];
           clear(acc);
           const uint32_t* panel = packed + p * words * PANEL;
+          const uint32_t* const ahead[2] = {panel + AHEAD, panel + LANES + AHEAD};
           multiply<T>(acc, x + begin * x_stride, x_stride, {panel, panel + LANES}, PANEL, words,
-                      ROWS <= 4 ? 1024 : 0);
+                      ROWS <= 4 ? ahead : nullptr);
           auto finish = [&](int v, auto lanes) {
             const int64_t at = column + v * LANES;
             const Vec b = bias ? load(bias + at, lanes) : _mm512_setzero_ps();
@@ -689,12 +691,15 @@ class Attention {
 
   template <int ROWS, int VECS>
   void score_tile(int64_t head, int64_t row, int first, Scratch& scratch) const {
-    const uint32_t* keys[VECS];
-    for (int v = 0; v < VECS; ++v) keys[v] = of_head(scratch.keys[first + v], head);
+    const uint32_t *keys[VECS], *values[VECS];
+    for (int v = 0; v < VECS; ++v) {
+      keys[v] = of_head(scratch.keys[first + v], head);
+      values[v] = of_head(scratch.values[first + v], head);
+    }
     Vec acc[ROWS][VECS];
     clear(acc);
     const T* q = reinterpret_cast<const T*>(&scratch.queries[row * words_]);
-    multiply<T>(acc, q, dim_, keys, CHUNK, words_);
+    multiply<T>(acc, q, dim_, keys, CHUNK, words_, values);
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECS; ++v)
         store(&scratch.scores[(row + i) * SPLIT + (first + v) * CHUNK], acc[i][v]);
