@@ -36,6 +36,24 @@ class LayerCache(NamedTuple):
     v: Tensor
 
 
+SHARED_TILE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Prefixes that decode rows share, on the device (int32), in tiles of rows of one group.
+
+    Attributes:
+        tile_rows: [num_tiles, SHARED_TILE_ROWS] row numbers, the rest of a tile is -1.
+        tile_lens: [num_tiles] tokens that a tile's rows share; 0 for an unused tile.
+        row_lens: [rows] tokens of each row's context that its tile covers.
+    """
+
+    tile_rows: Tensor
+    tile_lens: Tensor
+    row_lens: Tensor
+
+
 @dataclass(slots=True)
 class BatchMeta:
     """Who is in the batch. Tensors are on the device, int32 unless said otherwise.
@@ -51,7 +69,8 @@ class BatchMeta:
         qo_indptr_cpu, kv_lens_cpu: the same as numpy arrays on the host.
         max_q_len, max_kv_len: host integers; inside a captured graph they are upper bounds.
         tree_mask: bool [sum of q_len * kv_len], row after row, for verification; None is causal.
-        shared_groups: see StepPlan.shared_groups.
+        shared: pages that several decode rows begin with. A kernel may read such a prefix once
+            for all of them; ignoring it is correct too.
         plans: what a provider derives from this description, keyed by the provider's name, so
             that every layer uses it again.
     """
@@ -72,7 +91,7 @@ class BatchMeta:
     max_q_len: int
     max_kv_len: int
     tree_mask: Tensor | None = None
-    shared_groups: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    shared: SharedPrefixes | None = None
     plans: dict[str, Any] = field(default_factory=dict)
 
 

@@ -24,12 +24,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stoker.backends.api import AttentionSpec, BatchMeta, LayerCache, Rope
+from stoker.backends.api import (
+    SHARED_TILE_ROWS,
+    AttentionSpec,
+    BatchMeta,
+    LayerCache,
+    Rope,
+    SharedPrefixes,
+)
 from stoker.backends.cuda import CublasOps, CudaRuntime
 from stoker.backends.reference import ReferenceOps
 from stoker.backends.triton import TritonOps, attention, extend, fused, sampling, shared
 from stoker.backends.triton import decode as decode_kernels
 from stoker.backends.triton.flash import Tile
+from stoker.engine.runtime.inputs import num_shared_tiles, tile_shared_groups
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/backends"))
 import cases
@@ -143,7 +151,7 @@ def build(
         max_kv_len=int(kv_lens.max()),
     )
     if shared:
-        meta.shared_groups = [(np.arange(len(rows), dtype=np.int32), shared)]
+        share(meta, [(np.arange(len(rows), dtype=np.int32), shared)])
     shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
     caches = [
         LayerCache(*(torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2)))
@@ -151,6 +159,15 @@ def build(
     ]
     q = torch.randn(tokens, spec.num_heads, spec.head_dim, device=DEVICE, dtype=dtype)
     return meta, caches, q
+
+
+def share(meta: BatchMeta, groups: list[tuple[np.ndarray, int]]) -> None:
+    """Describe shared prefixes to the kernels, as the runner does."""
+    num_tiles = num_shared_tiles(meta.num_rows)
+    arrays = [np.empty((num_tiles, SHARED_TILE_ROWS), np.int32), np.empty(num_tiles, np.int32)]
+    arrays.append(np.empty(meta.num_rows, np.int32))
+    tile_shared_groups(groups, *arrays)
+    meta.shared = SharedPrefixes(*(torch.from_numpy(a).to(DEVICE) for a in arrays))
 
 
 def num_layers(num_bytes: int) -> int:
@@ -200,7 +217,7 @@ def check(table: Table) -> None:
         rows = [(1, 4096 + 64 + 7 * i) for i in range(64)]
         meta, caches, q = build(rows, shared=4096, layers=1, dtype=dtype)
         got = ops.attend(q, meta, caches[0], LLAMA)
-        meta.shared_groups, meta.plans = [], {}
+        meta.shared, meta.plans = None, {}
         plain = ops.attend(q, meta, caches[0], LLAMA)
         up = LayerCache(*(x.double() for x in caches[0]))
         want = oracle.attend(q.double(), meta, up, LLAMA).cpu()
@@ -316,7 +333,7 @@ def patched(**values):
 
 
 def decode(table: Table, quick: bool) -> None:
-    def run(name, rows, tile=None, min_chunk=None, spec=LLAMA, items=None, plan=False, **kwargs):
+    def run(name, rows, tile=None, spec=LLAMA, items=None, plan=False, **kwargs):
         if Shard.skips():
             return
         kv_lens = [n for _, n in rows]
@@ -330,7 +347,7 @@ def decode(table: Table, quick: bool) -> None:
             attention.attend(q, meta, caches[i], spec, decode_tile=tile)
 
         try:
-            with patched(decode__MIN_CHUNK=min_chunk, decode__ITEMS_PER_CORE=items):
+            with patched(decode__ITEMS_PER_CORE=items):
                 ms = graph_time_ms(attend, layers)
             table.add("decode", name, size / ms / 1e9, "TB/s", ms)
         except Exception as error:
@@ -349,19 +366,12 @@ def decode(table: Table, quick: bool) -> None:
     run("batch 256 x 256 with its plan", [(1, 256)] * 256, plan=True)
     if quick:
         return
-    for keys, warps, stages in (
-        (32, 4, 3), (32, 4, 5), (32, 2, 3), (32, 2, 5), (32, 1, 4), (64, 4, 2), (64, 4, 4),
-        (64, 2, 2), (64, 2, 3), (128, 4, 2), (128, 8, 2), (16, 1, 5),
-    ):  # fmt: skip
+    for keys, warps, stages in ((32, 2, 3), (64, 4, 3)):
         tile = Tile(16, keys, warps, stages)
-        for batch, context in ((1, 256), (1, 1024), (64, 256), (64, 1024), (256, 256), (256, 1024)):
-            run(f"{batch} x {context} keys {keys} warps {warps} stages {stages}",
-                [(1, context)] * batch, tile)  # fmt: skip
-    for min_chunk in (128, 512):
-        for batch, context in ((1, 1024), (1, 4096), (64, 256), (64, 1024)):
-            run(f"{batch} x {context}, chunk >= {min_chunk}", [(1, context)] * batch,
-                min_chunk=min_chunk)  # fmt: skip
-    for items in (2, 4, 16):
+        for batch in (8, 16, 32, 64):
+            run(f"{batch} x 256 keys {keys} warps {warps} stages {stages}",
+                [(1, 256)] * batch, tile)  # fmt: skip
+    for items in (4, 16):
         run(f"128 x random, {items} items a core", [(1, int(n)) for n in lengths], items=items)
         run(f"64 x 1024, {items} items a core", [(1, 1024)] * 64, items=items)
         run(f"32 x 300 and one of 32000, {items} items a core",
@@ -401,29 +411,22 @@ def prefill(table: Table, quick: bool) -> None:
     if not quick:
         for length in (512, 2048):
             run(f"1 x {length} in pages", [(length, length)], dense=False)
-        for splits in (1, 2, 3, 4):
-            for chunk in (256, 512):
+        run("8192 in pages", [(8192, 8192)], dense=False)
+        for chunk in (8, 64, 256):
+            for splits in (1, 2, 4, 8, 16, 32):
                 run(f"{chunk} after 28000 in {splits} splits", [(chunk, 28000 + chunk)],
                     splits=splits)  # fmt: skip
+        for page_size in (16, 64):
+            run(f"4 x 64 after 4096, page {page_size}", [(64, 4160)] * 4, page_size=page_size)
+            run(f"64 x 64 after 4096, page {page_size}", [(64, 4160)] * 64, page_size=page_size)
+            run(f"8 after 28000, page {page_size}", [(8, 28008)], page_size=page_size)
         for queries, keys, warps, stages in (
-            (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 2),
-            (128, 64, 4, 3), (128, 32, 4, 3), (128, 32, 4, 5), (256, 64, 8, 2), (256, 64, 8, 3),
-            (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+            (128, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 4),
         ):  # fmt: skip
             tile = Tile(queries, keys, warps, stages)
             name = f"tile {queries} x {keys} warps {warps} stages {stages}"
             run(f"8192 dense, {name}", [(8192, 8192)], tile)
             run(f"1024 after 28000 dense, {name}", [(1024, 29024)], tile, 1)
-        for queries, keys, warps, stages in (
-            (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3),
-            (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 4, 4),
-        ):  # fmt: skip
-            tile = Tile(queries, keys, warps, stages)
-            name = f"tile {queries} x {keys} warps {warps} stages {stages}"
-            run(f"8192 in pages, {name}", [(8192, 8192)], tile, dense=False)
-        for keys, warps, stages in ((64, 4, 2), (64, 4, 3), (64, 8, 3), (64, 8, 4)):
-            run(f"8192 in pages of 64, tile 128 x {keys} warps {warps} stages {stages}",
-                [(8192, 8192)], Tile(128, keys, warps, stages), page_size=64)  # fmt: skip
     # What torch's own kernels reach on dense K and V, as a mark.
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -452,7 +455,7 @@ def shared_prefix(table: Table, quick: bool) -> None:
             return
         meta, caches, q = build([(1, prefix + 72)] * batch, shared=prefix, layers=4)
         if how.startswith("read by each row"):
-            meta.shared_groups = []
+            meta.shared = None
         size = kv_bytes([prefix] + [72] * batch, LLAMA)
         with patched(**constants):
             ms = graph_time_ms(lambda i: attention.attend(q, meta, caches[i], LLAMA))
@@ -466,17 +469,11 @@ def shared_prefix(table: Table, quick: bool) -> None:
         return
     for batch, prefix in shapes:
         run(batch, prefix, "tails and merge alone", decode__attend_shared=lambda *_: None)
-    for queries, keys, warps, stages, programs in (
-        (64, 64, 4, 2, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 1), (64, 32, 4, 4, 2),
-        (128, 64, 4, 3, 2), (128, 64, 8, 3, 1), (128, 64, 8, 3, 2), (64, 128, 4, 2, 2),
-        (64, 64, 4, 3, 4),
-    ):  # fmt: skip
-        tiles = {"sm_90": Tile(queries, keys, warps, stages)}
+    for programs in (1, 4):
         for batch, prefix in shapes[:1] + shapes[2:3]:
-            run(batch, prefix,
-                f"tile {queries} x {keys} warps {warps} stages {stages}, {programs} a core",
-                shared__SHARED_TILES=tiles, shared__SHARED_QUERIES=queries,
-                shared__PROGRAMS_PER_CORE=programs)  # fmt: skip
+            run(batch, prefix, f"{programs} programs a core", shared__PROGRAMS_PER_CORE=programs)
+    for tile in (Tile(16, 64, 4, 3), Tile(16, 32, 2, 3)):
+        run(64, 4096, f"tails by {tile.num_warps} warps", decode__WIDE_TILES={"sm_90": tile})
 
 
 def fused_ops(table: Table, quick: bool) -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..api import AttentionSpec, BatchMeta, LayerCache
+from ..api import AttentionSpec, BatchMeta, LayerCache, SharedPrefixes
 from .arch import Arch, current_arch
 from .flash import (
     FALLBACK_TILE,
@@ -30,7 +30,7 @@ from .flash import (
     merge_block,
     store_partial,
 )
-from .shared import SharedPrefixes, attend_shared, shared_chunk, shared_prefixes
+from .shared import attend_shared, num_shared_splits, shared_chunk
 
 PLAN_KEY = "triton.decode"  # in BatchMeta.plans
 # For head_dim 128 and two bytes an element; `fit` shrinks them for more.
@@ -41,6 +41,10 @@ DECODE_TILES = {
     "gfx942": Tile(16, 64, 4, 1),
     "gfx950": Tile(16, 64, 4, 2),
 }
+# For many rows: two warps an item leave room for more items at once (64 x 256 tokens on an H200:
+# 22 us, with four warps 26; one row of 256: 10 and 7).
+WIDE_ROWS = 32
+WIDE_TILES = {"sm_90": Tile(16, 32, 2, 3)}
 ITEMS_PER_CORE = 8  # work items (x KV heads) that keep a multiprocessor busy
 MIN_CHUNK = 256  # tokens; a shorter work item costs more to start and merge than it gains
 ITEM = tl.constexpr(8)  # int32 numbers of a work item: row, slot, start, end, first, count, -, -
@@ -112,7 +116,7 @@ def _plan_decode(
                  mask=i0 + r < capacity)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "num_shared_splits"])
+@triton.jit(do_not_specialize=["capacity", "num_shared_splits", "stride_table"])
 def _decode(
     q_ptr,
     k_ptr,
@@ -148,6 +152,7 @@ def _decode(
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -177,13 +182,18 @@ def _decode(
         mask=live[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )
-    num_shared = 0
-    if HAS_SHARED:
-        shared_len = tl.load(shared_lens_ptr + row)
-        num_shared = tl.cdiv(shared_len, shared_chunk(shared_len, num_shared_splits))
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_SHARED:
+        if item == first:  # a row's first item goes on from what its shared prefix gave
+            shared_len = tl.load(shared_lens_ptr + row)
+            num_shared = tl.cdiv(shared_len, shared_chunk(shared_len, num_shared_splits))
+            m, denominator, acc = merge(
+                m, denominator, acc, partial_ptr, partial_lse_ptr,
+                capacity + row * num_shared_splits, 1, num_shared,
+                heads, live, NUM_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SHARED,
+            )  # fmt: skip
     m, denominator, acc = attend_range(
         q, m, denominator, acc,
         k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh, table_ptr + slot * stride_table,
@@ -193,7 +203,7 @@ def _decode(
     )  # fmt: skip
 
     row_head = row * NUM_HEADS + heads
-    if count + num_shared == 1:
+    if count == 1:
         finish(
             m, denominator, acc, heads, live,
             out_ptr + row_head.to(tl.int64) * HEAD_DIM, lse_ptr + row_head, sinks_ptr, v_scale,
@@ -222,12 +232,6 @@ def _decode(
                 top, weight, merged, partial_ptr, partial_lse_ptr, first, 1, count,
                 heads_g, live_g, NUM_HEADS, HEAD_DIM, BLOCK_D, BLOCK_S,
             )  # fmt: skip
-            if HAS_SHARED:
-                top, weight, merged = merge(
-                    top, weight, merged, partial_ptr, partial_lse_ptr,
-                    capacity + row * num_shared_splits, 1, num_shared,
-                    heads_g, live_g, NUM_HEADS, HEAD_DIM, BLOCK_D, BLOCK_S,
-                )  # fmt: skip
             row_head_g = row * NUM_HEADS + heads_g
             finish(
                 top, weight, merged, heads_g, live_g,
@@ -245,10 +249,10 @@ def plan_decode(
     if key in plans:
         return plans[key]
     device = meta.kv_lens.device
-    shared = shared_prefixes(meta, spec)
+    shared = meta.shared if spec.window is None else None
     max_items = max(1, ITEMS_PER_CORE * arch.num_cores // spec.num_kv_heads)
     capacity = rows + max_items
-    splits = 0 if shared is None else shared.num_splits(spec, arch)
+    splits = 0 if shared is None else num_shared_splits(rows, spec, arch)
     size = capacity + rows * splits
     plan = DecodePlan(
         work=torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device),
@@ -292,10 +296,12 @@ def decode_rows(
 ) -> None:
     """Attention of the first num_decode_rows rows; see `attention.attend`."""
     arch = current_arch()
-    tile = tile or fit(DECODE_TILES.get(arch.name, FALLBACK_TILE), q, cache)
     rows = meta.num_decode_rows
+    tiles = WIDE_TILES if rows >= WIDE_ROWS and arch.name in WIDE_TILES else DECODE_TILES
+    tile = tile or fit(tiles.get(arch.name, FALLBACK_TILE), q, cache)
     plan = plan_decode(meta, spec, rows, arch, tile)
     group = spec.num_heads // spec.num_kv_heads
+    block_m = max(tile.queries, triton.next_power_of_2(group))
     shared = plan.shared
     capacity = len(plan.work)
     if shared is not None:
@@ -328,10 +334,11 @@ def decode_rows(
         GROUP=group,
         HEAD_DIM=spec.head_dim,
         BLOCK_D=block_dim(spec.head_dim),
-        BLOCK_M=max(tile.queries, triton.next_power_of_2(group)),
+        BLOCK_M=block_m,
         BLOCK_N=tile.keys,
         BLOCK_G=triton.next_power_of_2(group),
-        BLOCK_S=merge_block(group, spec.head_dim),
+        BLOCK_S=merge_block(group, spec.head_dim, tile.num_warps),
+        BLOCK_SHARED=merge_block(block_m, spec.head_dim, tile.num_warps),
         PAGE_SIZE=meta.page_size,
         HAS_SOFTCAP=spec.softcap is not None,
         HAS_SINKS=spec.sinks is not None,

@@ -215,13 +215,16 @@ def store_partial(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store a normalized partial result and its log-sum-exp at [at], a row of one head each."""
+    """Store a normalized partial result and its log-sum-exp at [at], a row of one head each.
+
+    Where nothing was attended to, the log-sum-exp alone (-inf), which `merge` obeys.
+    """
     d = tl.arange(0, BLOCK_D)
-    some = tl.where(denominator > 0, denominator, 1.0)
+    some = denominator > 0
     tl.store(
         partial_ptr + at[:, None] * HEAD_DIM + d[None, :],
-        acc / some[:, None],
-        mask=live[:, None] & (d < HEAD_DIM)[None, :],
+        acc / tl.where(some, denominator, 1.0)[:, None],
+        mask=(live & some)[:, None] & (d < HEAD_DIM)[None, :],
     )
     tl.store(partial_lse_ptr + at, m + tl.log2(denominator), mask=live)
 
@@ -243,7 +246,7 @@ def merge(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Fold the partial results first, first + step, ... (count of them): sum of o_i 2^(lse_i).
+    """Fold the partial results first, first + step, ... (count of them) into a running softmax.
 
     A log-sum-exp of -inf marks one that was not written. Loads go past the L1 cache: other
     blocks wrote them a moment ago.
@@ -271,6 +274,7 @@ def merge(
     return top, weight, merged
 
 
-def merge_block(group: int, head_dim: int) -> int:
-    """BLOCK_S of `merge` for a group of query heads: 64 registers a thread of four warps."""
-    return max(1, min(16, 8192 // (triton.next_power_of_2(group) * block_dim(head_dim))))
+def merge_block(heads: int, head_dim: int, num_warps: int) -> int:
+    """BLOCK_S of `merge` for tiles of this many heads: 64 registers a thread."""
+    per_split = triton.next_power_of_2(heads) * block_dim(head_dim)
+    return max(1, min(16, 2048 * num_warps // per_split))

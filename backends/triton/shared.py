@@ -3,15 +3,11 @@
 Runs on: gpu.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..api import AttentionSpec, BatchMeta, LayerCache
+from ..api import SHARED_TILE_ROWS, AttentionSpec, BatchMeta, LayerCache, SharedPrefixes
 from .arch import Arch
 from .flash import (
     FALLBACK_TILE,
@@ -24,7 +20,6 @@ from .flash import (
     store_partial,
 )
 
-SHARED_KEY = "triton.shared"  # in BatchMeta.plans; a runner that captures graphs puts it there
 SHARED_TILES = {
     "sm_80": Tile(64, 64, 4, 3),
     "sm_90": Tile(64, 64, 4, 3),
@@ -32,74 +27,22 @@ SHARED_TILES = {
     "gfx942": Tile(64, 32, 4, 1),
     "gfx950": Tile(64, 64, 4, 2),
 }
-SHARED_QUERIES = 64  # (rows x heads) of a tile
+SHARED_QUERIES = 64  # (rows x heads) of a program, at most where a row has no more
 MIN_SHARED_CHUNK = tl.constexpr(128)
 PROGRAMS_PER_CORE = 2
 MAX_SPLITS = 16
 
 
-@dataclass(slots=True)
-class SharedPrefixes:
-    """Shared prefixes of decode rows, on the device (int32), in tiles of one group's rows.
-
-    Attributes:
-        tile_rows: [num_tiles, rows_per_tile] row numbers, -1 where there is none.
-        tile_lens: [num_tiles] tokens that the tile's rows share; 0 for an unused tile.
-        row_lens: [rows] tokens of each row's context that its tile covers.
-    """
-
-    tile_rows: Tensor
-    tile_lens: Tensor
-    row_lens: Tensor
-
-    def num_splits(self, spec: AttentionSpec, arch: Arch) -> int:
-        """Into how many chunks a prefix is cut at most; it depends on sizes alone."""
-        programs = len(self.tile_lens) * spec.num_kv_heads
-        return min(MAX_SPLITS, max(1, PROGRAMS_PER_CORE * arch.num_cores // programs))
+def rows_per_program(group: int) -> int:
+    """How many rows of a tile a program takes, for a group of query heads: a power of two."""
+    return min(SHARED_TILE_ROWS, 1 << max(1, SHARED_QUERIES // group).bit_length() - 1)
 
 
-def rows_per_shared_tile(spec: AttentionSpec) -> int:
-    """How many rows fit in one tile of the shared-prefix pass."""
-    return max(1, SHARED_QUERIES // (spec.num_heads // spec.num_kv_heads))
-
-
-def tile_shared_groups(
-    groups: list[tuple[np.ndarray, int]], num_rows: int, rows_per_tile: int, num_tiles: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The int32 arrays of SharedPrefixes on the host; num_tiles bounds them (zeros fill up).
-
-    A group whose tiles no longer fit is left out, which is slower and still right.
-    """
-    tile_rows = np.full((num_tiles, rows_per_tile), -1, np.int32)
-    tile_lens = np.zeros(num_tiles, np.int32)
-    row_lens = np.zeros(num_rows, np.int32)
-    used = 0
-    for rows, length in groups:
-        needed = -(-len(rows) // rows_per_tile)
-        if used + needed > num_tiles:
-            continue
-        padded = np.full(needed * rows_per_tile, -1, np.int32)
-        padded[: len(rows)] = rows
-        tile_rows[used : used + needed] = padded.reshape(needed, rows_per_tile)
-        tile_lens[used : used + needed] = length
-        row_lens[rows] = length
-        used += needed
-    return tile_rows, tile_lens, row_lens
-
-
-def shared_prefixes(meta: BatchMeta, spec: AttentionSpec) -> SharedPrefixes | None:
-    """What the step's rows share, once a step; None where nothing or the layer has a window."""
-    if spec.window is not None:
-        return None
-    if SHARED_KEY not in meta.plans and meta.shared_groups:
-        per_tile = rows_per_shared_tile(spec)
-        num_tiles = sum(-(-len(rows) // per_tile) for rows, _ in meta.shared_groups)
-        arrays = tile_shared_groups(meta.shared_groups, meta.num_rows, per_tile, num_tiles)
-        device = meta.kv_lens.device
-        meta.plans[SHARED_KEY] = SharedPrefixes(
-            *(torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
-        )
-    return meta.plans.get(SHARED_KEY)
+def num_shared_splits(num_rows: int, spec: AttentionSpec, arch: Arch) -> int:
+    """Into how many chunks a prefix is cut at most; it depends on sizes alone."""
+    rows = rows_per_program(spec.num_heads // spec.num_kv_heads)
+    programs = -(-num_rows // rows) * spec.num_kv_heads
+    return min(MAX_SPLITS, max(1, PROGRAMS_PER_CORE * arch.num_cores // programs))
 
 
 @triton.jit
@@ -109,7 +52,7 @@ def shared_chunk(length, num_splits):
     return tl.maximum(chunk, 1) * MIN_SHARED_CHUNK
 
 
-@triton.jit(do_not_specialize=["first_partial", "num_splits"])
+@triton.jit(do_not_specialize=["first_partial", "num_splits", "stride_table"])
 def _shared_prefix(
     q_ptr,
     k_ptr,
@@ -136,6 +79,7 @@ def _shared_prefix(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -143,21 +87,23 @@ def _shared_prefix(
     PAGE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One chunk of a shared prefix for [ROWS x GROUP] queries of one KV head.
+    """One chunk of a shared prefix for [ROWS x GROUP] queries of one KV head: a part of a tile.
 
     Row r's partial result of split s is number first_partial + r * num_splits + s.
     """
     kv_head = tl.program_id(0)
-    tile = tl.program_id(1)
+    tile = tl.program_id(1) // PARTS
+    part = tl.program_id(1) % PARTS
     split = tl.program_id(2)
     i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     shared_len = tl.load(tile_lens_ptr + tile)
-    rows = tl.load(tile_rows_ptr + tile * ROWS + i // GROUP, mask=i < ROWS * GROUP, other=-1)
-    leader = tl.load(tile_rows_ptr + tile * ROWS)
+    leader = tl.load(tile_rows_ptr + tile * (PARTS * ROWS))
+    rows_ptr = tile_rows_ptr + (tile * PARTS + part) * ROWS
+    rows = tl.load(rows_ptr + i // GROUP, mask=i < ROWS * GROUP, other=-1)
     chunk = shared_chunk(shared_len, num_splits)
     start = split * chunk
-    if start >= shared_len:
+    if (start >= shared_len) | (tl.max(rows, 0) < 0):
         return
     end = tl.minimum(start + chunk, shared_len)
     live = rows >= 0
@@ -201,8 +147,9 @@ def attend_shared(
     """Partial results of the shared prefixes, for `_decode` to merge."""
     tile = fit(SHARED_TILES.get(arch.name, FALLBACK_TILE), q, cache)
     group = spec.num_heads // spec.num_kv_heads
-    num_tiles, rows_per_tile = shared.tile_rows.shape
-    _shared_prefix[(spec.num_kv_heads, num_tiles, num_splits)](
+    rows = rows_per_program(group)
+    parts = SHARED_TILE_ROWS // rows
+    _shared_prefix[(spec.num_kv_heads, len(shared.tile_lens) * parts, num_splits)](
         q,
         cache.k,
         cache.v,
@@ -221,10 +168,11 @@ def attend_shared(
         meta.block_table.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=group,
-        ROWS=rows_per_tile,
+        ROWS=rows,
+        PARTS=parts,
         HEAD_DIM=spec.head_dim,
         BLOCK_D=block_dim(spec.head_dim),
-        BLOCK_M=max(16, triton.next_power_of_2(rows_per_tile * group)),
+        BLOCK_M=max(16, triton.next_power_of_2(rows * group)),
         BLOCK_N=tile.keys,
         PAGE_SIZE=meta.page_size,
         HAS_SOFTCAP=spec.softcap is not None,

@@ -1,8 +1,8 @@
 """Steps as captured graphs: one launch instead of hundreds.
 
-Decode steps are captured for a few batch sizes, short prefill steps for a few token counts; a
-smaller step is padded. Inputs lie at fixed addresses (see inputs.py), so a replay needs nothing
-but the staged copy before it.
+Decode steps are captured for a few batch sizes, for fewer once more with shared prefixes, short
+prefill steps for a few token counts; a smaller step is padded. Inputs lie at fixed addresses (see
+inputs.py), so a replay needs nothing but the staged copy before it.
 
 Runs on: gpu.
 """
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime
 from ..core.plan import StepPlan
-from .inputs import GraphShape, Inputs
+from .inputs import GraphShape, Inputs, saves_by_sharing
 from .sampler import SlotTable
 
 Forward = Callable[[Tensor, BatchMeta], Tensor]  # tokens and batch to logits [logit rows, vocab]
 
 # Short steps are bound by the host's launches. Longer ones keep the device busy by themselves.
 SHORT_ROWS = 8
+SHARED_SIZES = (8, 16, 32, 64, 128, 256, 512)  # rows
 SHORT_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 
 
@@ -50,10 +51,12 @@ class StepGraphs:
         max_tokens: int,
     ):
         self._sizes = batch_sizes(max_rows)
+        self._shared_sizes = sorted({min(n, max_rows) for n in SHARED_SIZES})
         self._tokens = [n for n in SHORT_TOKENS if n <= max_tokens]
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._logits: dict[GraphShape, Tensor] = {}
         shapes = [GraphShape(size, size) for size in self._sizes]
+        shapes += [GraphShape(size, size, is_shared=True) for size in self._shared_sizes]
         shapes += [GraphShape(SHORT_ROWS, n) for n in self._tokens]
         # The largest first: the others fit in its memory.
         for shape in sorted(shapes, key=lambda s: -s.tokens):
@@ -77,8 +80,10 @@ class StepGraphs:
         if plan.score_tokens:
             return None
         if plan.num_decode_rows == rows and plan.samples.all():
-            at = bisect_left(self._sizes, rows)
-            return GraphShape(self._sizes[at], self._sizes[at]) if at < len(self._sizes) else None
+            is_shared = saves_by_sharing(plan)
+            sizes = self._shared_sizes if is_shared else self._sizes
+            at = bisect_left(sizes, rows)
+            return GraphShape(sizes[at], sizes[at], is_shared) if at < len(sizes) else None
         at = bisect_left(self._tokens, tokens)
         if rows > SHORT_ROWS or at == len(self._tokens):
             return None

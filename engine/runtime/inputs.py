@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.api import BatchMeta, DeviceRuntime, SamplingRows
+from ...backends.api import (
+    SHARED_TILE_ROWS,
+    BatchMeta,
+    DeviceRuntime,
+    SamplingRows,
+    SharedPrefixes,
+)
 from ..core.plan import FROM_DEVICE, StepPlan
 from .sampler import SlotTable
 
@@ -38,16 +44,29 @@ FIELDS = (
     ("temperature", np.float32, "samples"),
     ("top_p", np.float32, "samples"),
     ("min_p", np.float32, "samples"),
+    ("shared_tile_rows", np.int32, "shared tiles x rows"),
+    ("shared_tile_lens", np.int32, "shared tiles"),
+    ("shared_row_lens", np.int32, "rows if shared"),
     ("page_entries", np.int64, "pages"),
     ("page_ids", np.int32, "pages"),
 )
 
+# Tokens that a step need not read again, at which a pass over shared prefixes is worth its launch
+# (on an H200 8 rows x 4096 gain half of the time, 8 rows x 512 nothing).
+MIN_SAVED_TOKENS = 16_384
+SPARE_TILES = 4  # more groups than these leave tiles that are not full
+
 
 class GraphShape(NamedTuple):
-    """What a captured step is padded to: a decode step has one token a row."""
+    """What a captured step is padded to: a decode step has one token a row.
+
+    Attributes:
+        is_shared: whether it reads shared prefixes apart.
+    """
 
     rows: int
     tokens: int
+    is_shared: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -101,6 +120,7 @@ class Inputs:
         self._turn = 0
         # Enough for any step, for the buffers must not move once graphs know their addresses.
         fixed = ALIGN * len(FIELDS) + 64 * (max_step_tokens + num_slots)
+        fixed += 4 * (SHARED_TILE_ROWS + 1) * num_shared_tiles(num_slots)
         self._reserve(fixed + 12 * num_slots * max_pages)
 
     def _reserve(self, num_bytes: int) -> None:
@@ -138,12 +158,17 @@ class Inputs:
             indptr[rows + 1 :] += np.arange(1, more_rows + 1)
         scored = [np.arange(indptr[row], indptr[row + 1]) for row in plan.score_tokens]
         all_samples = shape.rows if shape is not None else samples
+        is_shared = shape.is_shared if shape is not None else saves_by_sharing(plan)
+        num_tiles = num_shared_tiles(rows + more_rows) if is_shared else 0
         counts = {
             "tokens": all_tokens,
             "rows": rows + more_rows,
             "rows+1": rows + more_rows + 1,
             "samples": all_samples,
             "logits": all_samples + sum(map(len, scored)),
+            "shared tiles": num_tiles,
+            "shared tiles x rows": num_tiles * SHARED_TILE_ROWS,
+            "rows if shared": rows + more_rows if is_shared else 0,
             "pages": len(plan.page_ids),
         }
         host, device = self._views(counts)
@@ -169,6 +194,20 @@ class Inputs:
         _fill(host["logit_tokens"][:all_samples], last[sample_rows], 0)
         if scored:
             host["logit_tokens"][all_samples:] = np.concatenate(scored)
+        shared = None
+        if is_shared:
+            shape_2d = (num_tiles, SHARED_TILE_ROWS)
+            tile_shared_groups(
+                plan.shared_groups,
+                host["shared_tile_rows"].reshape(shape_2d),
+                host["shared_tile_lens"],
+                host["shared_row_lens"],
+            )
+            shared = SharedPrefixes(
+                device["shared_tile_rows"].view(shape_2d),
+                device["shared_tile_lens"],
+                device["shared_row_lens"],
+            )
         slots = plan.slots[sample_rows]
         _fill(host["sample_slots"], slots, 0)
         _fill(host["sample_positions"], plan.kv_lens[sample_rows], 0)
@@ -179,8 +218,9 @@ class Inputs:
             turn = self._turn
             used = self._used
             self.staged[:used].copy_(self._host[turn][:used], non_blocking=True)
-            self._copied[turn] = torch.Event(self._device)
-            self._copied[turn].record()
+            copied = torch.Event(self._device)
+            copied.record()
+            self._copied[turn] = copied
             self._turn = 1 - turn
             if len(plan.page_ids):
                 self.block_table.view(-1)[device["page_entries"]] = device["page_ids"]
@@ -203,7 +243,7 @@ class Inputs:
             kv_lens_cpu=np.concatenate([plan.kv_lens, np.zeros(more_rows, np.int32)]),
             max_q_len=int(plan.q_lens.max()),
             max_kv_len=int(plan.kv_lens.max()),
-            shared_groups=plan.shared_groups,
+            shared=shared,
         )
         if shape is None and (plan.tokens == FROM_DEVICE).any():
             self.fill_last_tokens(device["tokens"])
@@ -233,8 +273,8 @@ class Inputs:
         self._reserve(offset)
         self._used = offset
         turn = self._turn
-        if self._copied[turn] is not None:
-            self._copied[turn].synchronize()  # of two steps ago: it has long been done
+        if (copied := self._copied[turn]) is not None:
+            copied.synchronize()  # of two steps ago: it has long been done
         buffer = self._host[turn].numpy()
         source = self._host[turn] if self._is_host else self.staged
         host = {n: buffer[o : o + size].view(dtype) for n, dtype, o, size in layout}
@@ -245,6 +285,39 @@ class Inputs:
         """Put the tokens that only the device knows in their places."""
         last = self.last_tokens.take(tokens.neg().clamp_(min=0))
         torch.where(tokens < 0, last, tokens, out=tokens)
+
+
+def saves_by_sharing(plan: StepPlan) -> bool:
+    """Whether reading the plan's shared prefixes once each saves enough."""
+    groups = plan.shared_groups
+    return sum((len(rows) - 1) * length for rows, length in groups) >= MIN_SAVED_TOKENS
+
+
+def num_shared_tiles(num_rows: int) -> int:
+    """Tiles of shared prefixes in a step of this many rows."""
+    return -(-num_rows // SHARED_TILE_ROWS) + SPARE_TILES
+
+
+def tile_shared_groups(
+    groups: list[tuple[np.ndarray, int]],
+    tile_rows: np.ndarray,
+    tile_lens: np.ndarray,
+    row_lens: np.ndarray,
+) -> None:
+    """Fill the arrays of SharedPrefixes with groups of rows, the most worthwhile first.
+
+    A group whose tiles do not fit any more is left out, which is slower and still right.
+    """
+    tile_rows[:], tile_lens[:], row_lens[:] = -1, 0, 0
+    used = 0
+    for rows, length in sorted(groups, key=lambda g: -(len(g[0]) - 1) * g[1]):
+        end = used - (-len(rows) // tile_rows.shape[1])
+        if end > len(tile_lens):
+            continue
+        tile_rows[used:end].reshape(-1)[: len(rows)] = rows
+        tile_lens[used:end] = length
+        row_lens[rows] = length
+        used = end
 
 
 TORCH_DTYPE = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.backends.api import AttentionSpec, BatchMeta, LayerCache, Rope, SamplingRows
+from stoker.backends.api import (
+    AttentionSpec,
+    BatchMeta,
+    LayerCache,
+    Rope,
+    SamplingRows,
+    SharedPrefixes,
+)
 
 pytest.importorskip("triton", reason="triton is not installed: no compile checks")
 import triton
@@ -63,7 +70,7 @@ def launch_attention(spec, dtype, cache_dtype=None, num_pages=1 << 17, **flags):
     """Decode, extend and a shared prefix; 2 GiB of pool, as in use."""
     cache = pool(num_pages, spec, cache_dtype or dtype)
     meta = batch(64, [512, 2048], **flags)
-    meta.shared_groups = [(np.arange(40, dtype=np.int32), 4096)]
+    meta.shared = SharedPrefixes(meta_tensor(7, 16), meta_tensor(7), meta_tensor(meta.num_rows))
     q = meta_tensor(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype)
     lse = meta_tensor(meta.num_tokens, spec.num_heads, dtype=torch.float32)
     attention.attend(q, meta, cache, spec, lse=lse if flags else None)

@@ -9,25 +9,36 @@ import triton
 import triton.language as tl
 from cases import ORACLE, AttentionCase, build_attention, oracle_inputs, sampling_rows
 
-from stoker.backends.api import LayerCache
+from stoker.backends.api import SHARED_TILE_ROWS, LayerCache, SharedPrefixes
 from stoker.backends.reference import uniform
 from stoker.backends.triton import attention, decode, extend, fused, sampling, shared
+from stoker.engine.runtime.inputs import num_shared_tiles, tile_shared_groups
 
 
-def shared_batch(dtype, groups, page_size=16, window=None, has_sinks=False):
+def share(meta, groups):
+    """Describe groups of (rows, length) to the kernels, as the runner does."""
+    num_tiles = num_shared_tiles(meta.num_rows)
+    arrays = [np.empty((num_tiles, SHARED_TILE_ROWS), np.int32), np.empty(num_tiles, np.int32)]
+    arrays.append(np.empty(meta.num_rows, np.int32))
+    tile_shared_groups(groups, *arrays)
+    meta.shared = SharedPrefixes(*map(torch.from_numpy, arrays))
+
+
+def shared_batch(dtype, groups, page_size=16, window=None, has_sinks=False, num_heads=8):
     """Decode rows whose contexts begin with the same pages, group by group."""
     rows = [(1, length + extra) for _, length, extras in groups for extra in extras]
-    case = AttentionCase("shared", rows, page_size, 8, 2, 64, window, None, has_sinks)
+    case = AttentionCase("shared", rows, page_size, num_heads, 2, 64, window, None, has_sinks)
     inputs = build_attention(case, dtype)
-    row = 0
+    row, shared_groups = 0, []
     for name, length, extras in groups:
         members = np.arange(row, row + len(extras), dtype=np.int32)
         slots = inputs.meta.slots[members].long()
         pages = length // page_size
         inputs.meta.block_table[slots, :pages] = inputs.meta.block_table[slots[0], :pages]
         if name:
-            inputs.meta.shared_groups.append((members, length))
+            shared_groups.append((members, length))
         row += len(extras)
+    share(inputs.meta, shared_groups)
     return inputs
 
 
@@ -38,37 +49,31 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["", "sinks", "window"])
-def test_a_shared_prefix_read_once_changes_nothing(dtype, kind):
+@pytest.mark.parametrize("kind", ["float32", "bfloat16 sinks", "bfloat16 window", "wide group"])
+def test_a_shared_prefix_read_once_changes_nothing(kind, monkeypatch):
+    monkeypatch.setattr(decode, "MIN_CHUNK", 32)  # so that some rows have several items
     groups = [("" if name == "alone" else name, *rest) for name, *rest in GROUPS]
-    window = 30 if kind == "window" else None
-    inputs = shared_batch(dtype, groups, window=window, has_sinks=kind == "sinks")
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    window = 30 if "window" in kind else None
+    num_heads = 18 if kind == "wide group" else 8  # 9 a KV head: a tile is read in four parts
+    inputs = shared_batch(dtype, groups, 16, window, "sinks" in kind, num_heads)
     oracle = oracle_inputs(inputs)
     want = ORACLE.attend(oracle.q, oracle.meta, oracle.cache, oracle.spec)
     for _ in range(2):  # the second layer uses the first one's plan and counters
         got = attention.attend(inputs.q, inputs.meta, inputs.cache, inputs.spec)
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-    is_used = shared.SHARED_KEY in inputs.meta.plans
-    assert is_used == (kind != "window")
-    if is_used:
-        table = inputs.meta.plans[shared.SHARED_KEY]
-        assert table.tile_lens.tolist() == [160, 400, 400]
-        plan = next(iter(inputs.meta.plans[decode.PLAN_KEY].values()))
+    (plan,) = inputs.meta.plans[decode.PLAN_KEY].values()
+    assert (plan.shared is None) == ("window" in kind)
+    if plan.shared is not None:
         rows, starts = plan.work[:, 0], plan.work[:, 2]
         assert int(starts[rows >= 5].min()) == 400
+        assert int(plan.work[:, 5].max()) > 1
 
 
-def test_shared_groups_that_do_not_fit_are_left_out():
-    groups = [(np.arange(5, dtype=np.int32), 64), (np.array([7, 8], np.int32), 32)]
-    rows, lens, row_lens = shared.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=2)
-    assert rows.tolist() == [[0, 1, 2, 3], [4, -1, -1, -1]]
-    assert lens.tolist() == [64, 64]
-    assert row_lens.tolist() == [64] * 5 + [0] * 5
-    rows, lens, row_lens = shared.tile_shared_groups(groups, 10, rows_per_tile=4, num_tiles=1)
-    assert rows.tolist() == [[7, 8, -1, -1]] and lens.tolist() == [32]
-    assert row_lens.tolist() == [0] * 7 + [32, 32, 0]
+def test_a_program_s_share_of_a_tile():
+    rows = {group: shared.rows_per_program(group) for group in (1, 3, 4, 5, 8, 9, 64, 71)}
+    assert rows == {1: 16, 3: 16, 4: 16, 5: 8, 8: 8, 9: 4, 64: 1, 71: 1}
 
 
 def test_lse_merges_two_halves_of_a_context():

@@ -6,7 +6,8 @@ import torch
 
 from stoker.backends import registry
 from stoker.engine.core.plan import FROM_DEVICE, StepPlan
-from stoker.engine.runtime.inputs import GraphShape, Inputs
+from stoker.engine.runtime import inputs as staging
+from stoker.engine.runtime.inputs import GraphShape, Inputs, tile_shared_groups
 from stoker.engine.runtime.sampler import SlotTable
 
 PAGE = 4
@@ -112,3 +113,34 @@ def test_many_block_table_entries_grow_the_buffers(inputs):
     step = big.stage(plan, SlotTable(3, 100))
     assert step.meta.out_slots.tolist() == [4000]
     assert torch.equal(big.block_table[1], torch.arange(1, 4001, dtype=torch.int32))
+
+
+def test_shared_prefixes_are_staged_where_they_save_enough(inputs, monkeypatch):
+    rows = [(slot, 9, [slot]) for slot in (1, 2, 3, 4)]
+    plan = make_plan(rows, [(slot, i, i) for slot in (1, 2, 3, 4) for i in range(3)])
+    plan.shared_groups = [(np.array([1, 3], np.int32), 8)]
+    assert inputs.stage(plan, SlotTable(5, 100)).meta.shared is None
+    monkeypatch.setattr(staging, "MIN_SAVED_TOKENS", 8)
+    shared = inputs.stage(plan, SlotTable(5, 100)).meta.shared
+    assert shared.tile_rows.tolist() == [[1, 3] + [-1] * 14] + [[-1] * 16] * 4
+    assert shared.tile_lens.tolist() == [8, 0, 0, 0, 0]
+    assert shared.row_lens.tolist() == [0, 8, 0, 8]
+
+
+def test_groups_whose_tiles_do_not_fit_are_left_out():
+    def tile(groups, num_tiles):
+        arrays = np.empty((num_tiles, 4), int), np.empty(num_tiles, int), np.empty(10, int)
+        tile_shared_groups([(np.array(rows), n) for rows, n in groups], *arrays)
+        return [a.tolist() for a in arrays]
+
+    groups = [([7, 8], 32), (range(5), 64)]
+    rows, lens, row_lens = tile(groups, 3)
+    assert rows == [[0, 1, 2, 3], [4, -1, -1, -1], [7, 8, -1, -1]]
+    assert lens == [64, 64, 32]
+    assert row_lens == [64] * 5 + [0, 0, 32, 32, 0]
+    rows, lens, row_lens = tile(groups, 2)  # what saves most comes first
+    assert rows == [[0, 1, 2, 3], [4, -1, -1, -1]] and lens == [64, 64]
+    assert row_lens == [64] * 5 + [0] * 5
+    rows, lens, row_lens = tile(groups, 1)
+    assert rows == [[7, 8, -1, -1]] and lens == [32]
+    assert row_lens == [0] * 7 + [32, 32, 0]
