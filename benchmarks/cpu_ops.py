@@ -26,7 +26,7 @@ SHAPES = {
     "gate_up": (HIDDEN, 2 * INNER),
     "down": (INNER, HIDDEN),
 }
-SPEC = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5)
+SPECS = [AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5) for _ in range(LAYERS)]
 
 
 def make_meta(q_lens: list[int], kv_lens: list[int], page_size: int) -> BatchMeta:
@@ -102,9 +102,9 @@ class Step:
 
     def attention(self) -> None:
         """Rotary embedding, cache write and attention of all layers."""
-        for cache in self.caches:
-            q = self.ops.write_qkv(self.qkv, self.meta, cache, SPEC, self.rope, None, None, 1e-5)
-            self.ops.attend(q, self.meta, cache, SPEC)
+        for spec, cache in zip(SPECS, self.caches, strict=True):
+            q = self.ops.write_qkv(self.qkv, self.meta, cache, spec, self.rope, None, None, 1e-5)
+            self.ops.attend(q, self.meta, cache, spec)
 
     def logits(self) -> None:
         """The LM head on the rows' last tokens, and greedy sampling."""
@@ -116,11 +116,11 @@ class Step:
         ops, meta = self.ops, self.meta
         residual = self.inputs[HIDDEN].clone()
         x = torch.zeros_like(residual)
-        for layer, cache in zip(self.layers, self.caches, strict=True):
+        for layer, spec, cache in zip(self.layers, SPECS, self.caches, strict=True):
             x = ops.add_rms_norm(x, residual, self.norm, 1e-5)
             qkv = ops.linear(x, layer["qkv"])
-            q = ops.write_qkv(qkv, meta, cache, SPEC, self.rope, None, None, 1e-5)
-            x = ops.linear(ops.attend(q, meta, cache, SPEC), layer["out"])
+            q = ops.write_qkv(qkv, meta, cache, spec, self.rope, None, None, 1e-5)
+            x = ops.linear(ops.attend(q, meta, cache, spec), layer["out"])
             x = ops.add_rms_norm(x, residual, self.norm, 1e-5)
             x = ops.linear(ops.silu_and_mul(ops.linear(x, layer["gate_up"])), layer["down"])
         x = ops.rms_norm((residual + x)[meta.logit_tokens], self.norm, 1e-5)
@@ -146,11 +146,12 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=None)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--providers", nargs="*", default=["torch", "native"])
+    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     runtime = cpu.runtime()
-    runtime.set_threads(None)
+    runtime.set_threads(args.threads)
     page_size = args.page_size or runtime.default_page_size
     providers = {p.name: p for p in cpu.providers()}
     for name in args.providers:

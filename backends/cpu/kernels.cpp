@@ -183,7 +183,6 @@ template <int MAX, class F>
 
 constexpr int PANEL = 32;
 constexpr int MAX_TILE = 12;
-constexpr int AHEAD = 1024;  // words
 constexpr int64_t BLOCK_BYTES = 384 << 10;  // of x, beside a panel in L2
 
 template <class T, class Out>
@@ -207,9 +206,7 @@ void linear(const T* x, int64_t x_stride, int64_t num_tokens, const uint32_t* pa
           Vec acc[ROWS][2];
           clear(acc);
           const uint32_t* panel = packed + p * words * PANEL;
-          const uint32_t* const ahead[2] = {panel + AHEAD, panel + LANES + AHEAD};
-          multiply<T>(acc, x + begin * x_stride, x_stride, {panel, panel + LANES}, PANEL, words,
-                      ROWS <= 4 ? ahead : nullptr);
+          multiply<T>(acc, x + begin * x_stride, x_stride, {panel, panel + LANES}, PANEL, words);
           auto finish = [&](int v, auto lanes) {
             const int64_t at = column + v * LANES;
             const Vec b = bias ? load(bias + at, lanes) : _mm512_setzero_ps();

@@ -9,6 +9,8 @@ Runs on: gpu.
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from ctypes import c_bool, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,13 +27,14 @@ from .torch_ops import TorchOps
 if TYPE_CHECKING:
     from ..api import AttentionSpec, BatchMeta, DeviceRuntime, Rope, SamplingRows
 
+logger = logging.getLogger(__name__)
+
 MAX_HEAD_DIM = 512
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-_LINEAR = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32]
 _ARGUMENTS = {
     "pack": [c_void_p, c_int64, c_int64, c_void_p],
-    "linear": _LINEAR,
+    "linear": [c_void_p, c_int64, c_int64, *[c_void_p] * 2, c_int64, c_int64, c_void_p, c_int32],
     "rms_norm": [
         c_void_p,
         c_int64,
@@ -47,8 +50,8 @@ _ARGUMENTS = {
     "gelu_and_mul": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "write_qkv": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3],
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
+    "sample": [c_void_p, c_int64, c_int64, *[c_void_p] * 7],
 }
-_SAMPLE = [c_void_p, c_int64, c_int64, *[c_void_p] * 7]
 
 
 class Weight(ctypes.Structure):
@@ -106,6 +109,36 @@ class PackedLinear:
     bias_ptr: int | None
 
 
+class AttentionLayer:
+    """An AttentionSpec and its cache as the kernels read them, made once for all calls of a layer.
+
+    Attributes:
+        packs: whether the kernels serve the cache that was seen last.
+    """
+
+    __slots__ = ("_kept", "address", "k", "k_ptr", "packs", "struct", "v_ptr")
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+        self.struct = Layer(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=spec.window or 0,
+            scale=spec.scale,
+            softcap=spec.softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )
+        self.address = ctypes.addressof(self.struct)
+        self.k: Tensor | None = None
+        self._kept = (spec, sinks)  # so that its id and the address stay theirs
+
+    def see(self, cache: LayerCache) -> None:
+        """Remember a cache's addresses."""
+        self.k, self.packs = cache.k, packs_pages(cache)
+        self.k_ptr, self.v_ptr = cache.k.data_ptr(), cache.v.data_ptr()
+
+
 class NativeOps(TorchOps):
     """Kernels of our own, compiled at first use."""
 
@@ -114,7 +147,7 @@ class NativeOps(TorchOps):
 
     def __init__(self) -> None:
         self._arena = Arena()
-        self._layers: dict[int, tuple[AttentionSpec, Layer, int]] = {}
+        self._layers: dict[int, AttentionLayer] = {}
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
         """Compiles and loads the kernels."""
@@ -134,10 +167,17 @@ class NativeOps(TorchOps):
             bound.argtypes, bound.restype = arguments, None
             return bound
 
-        for name, arguments in _ARGUMENTS.items():
-            calls = {d: function(f"{name}_{s}", arguments) for d, s in _SUFFIXES.items()}
-            setattr(self, f"_{name}", calls)
-        self._sample = function("sample", _SAMPLE)
+        def by_dtype(name: str) -> dict[torch.dtype, Any]:
+            return {d: function(f"{name}_{s}", _ARGUMENTS[name]) for d, s in _SUFFIXES.items()}
+
+        self._pack = by_dtype("pack")
+        self._linear = by_dtype("linear")
+        self._rms_norm = by_dtype("rms_norm")
+        self._silu_and_mul = by_dtype("silu_and_mul")
+        self._gelu_and_mul = by_dtype("gelu_and_mul")
+        self._write_qkv = by_dtype("write_qkv")
+        self._attend = by_dtype("attend")
+        self._sample = function("sample", _ARGUMENTS["sample"])
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Panels for the kernels' one layout, which serves every number of rows."""
@@ -184,37 +224,44 @@ class NativeOps(TorchOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One pass for the sum of squares, one for the result."""
-        call = self._rms_norm.get(x.dtype)
-        if call is None or not _is_norm_weight(weight, x):
+        dtype, as_f32 = x.dtype, weight.dtype is torch.float32
+        if dtype not in _SUFFIXES or not (as_f32 or weight.dtype is dtype):
             return super().rms_norm(x, weight, eps)
-        n = x.shape[-1]
         if x.dim() != 2 or x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
-        stride = x.stride(0) if x.dim() == 2 else n
-        is_f32 = weight.dtype is torch.float32
-        rows = x.numel() // n
-        call(x.data_ptr(), stride, None, weight.data_ptr(), is_f32, rows, n, eps, out.data_ptr())
+        out = torch.empty(x.shape, dtype=dtype)
+        n = x.shape[-1]
+        self._rms_norm[dtype](
+            x.data_ptr(),
+            x.stride(-2) if x.dim() > 1 else n,
+            None,
+            weight.data_ptr(),
+            as_f32,
+            x.numel() // n,
+            n,
+            eps,
+            out.data_ptr(),
+        )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Both in one call."""
-        call = self._rms_norm.get(x.dtype)
+        dtype, as_f32 = x.dtype, weight.dtype is torch.float32
         if (
-            call is None
-            or residual.dtype is not x.dtype
+            dtype not in _SUFFIXES
+            or residual.dtype is not dtype
+            or not (as_f32 or weight.dtype is dtype)
             or not (residual.is_contiguous() and x.is_contiguous())
-            or not _is_norm_weight(weight, x)
         ):
             return super().add_rms_norm(x, residual, weight, eps)
+        out = torch.empty(x.shape, dtype=dtype)
         n = x.shape[-1]
-        out = torch.empty(x.shape, dtype=x.dtype)
-        call(
+        self._rms_norm[dtype](
             x.data_ptr(),
             n,
             residual.data_ptr(),
             weight.data_ptr(),
-            weight.dtype is torch.float32,
+            as_f32,
             x.numel() // n,
             n,
             eps,
@@ -244,19 +291,22 @@ class NativeOps(TorchOps):
         eps: float,
     ) -> Tensor:
         """Norms, rotation and the cache write in one call; q is a view of qkv."""
-        if not packs_pages(cache):
+        layer = self._layer(spec, cache)
+        if not layer.packs:
             return super().write_qkv(qkv, meta, cache, spec, rope, q_norm, k_norm, eps)
         dtype = cache.k.dtype
         if qkv.dtype is not dtype or qkv.stride(1) != 1:
             qkv = qkv.to(dtype).contiguous()
-        layer, address = self._layer(spec)
+        struct = layer.struct
         if rope is None:
-            layer.cos_sin = None
+            struct.cos_sin = None
         else:
-            layer.cos_sin = rope.cos_sin.data_ptr()
-            layer.rotary_dim = rope.rotary_dim
-            layer.interleaved = rope.interleaved
-        layer.q_norm, layer.k_norm, layer.eps = _weight(q_norm), _weight(k_norm), eps
+            struct.cos_sin = rope.cos_sin.data_ptr()
+            struct.rotary_dim = rope.rotary_dim
+            struct.interleaved = rope.interleaved
+        _set(struct.q_norm, q_norm)
+        _set(struct.k_norm, k_norm)
+        struct.eps = eps
         num_tokens, stride = qkv.shape[0], qkv.stride(0)
         self._write_qkv[dtype](
             qkv.data_ptr(),
@@ -265,9 +315,9 @@ class NativeOps(TorchOps):
             meta.positions.data_ptr(),
             meta.out_slots.data_ptr(),
             meta.page_size,
-            address,
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
+            layer.address,
+            layer.k_ptr,
+            layer.v_ptr,
         )
         return qkv.as_strided(
             (num_tokens, spec.num_heads, spec.head_dim), (stride, spec.head_dim, 1)
@@ -275,22 +325,26 @@ class NativeOps(TorchOps):
 
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """Reads pages in place; a row's result does not depend on the batch or on chunks."""
-        if not packs_pages(cache):
+        layer = self._layer(spec, cache)
+        if not layer.packs:
+            _log_plain_attention(cache.k.shape[1:], cache.k.dtype)
             return super().attend(q, meta, cache, spec)
         dtype = cache.k.dtype
-        if q.dtype is not dtype or q.stride()[1:] != (spec.head_dim, 1):
+        stride, *inner = q.stride()
+        if q.dtype is not dtype or inner != [spec.head_dim, 1]:
             q = q.to(dtype).contiguous()
+            stride = q.stride(0)
         batch = meta.plans.get(self.name)
         if batch is None:
             batch = meta.plans[self.name] = _batch(meta)
         out = torch.empty((q.shape[0], spec.num_heads * spec.head_dim), dtype=dtype)
         self._attend[dtype](
             q.data_ptr(),
-            q.stride(0),
+            stride,
             ctypes.addressof(batch),
-            self._layer(spec)[1],
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
+            layer.address,
+            layer.k_ptr,
+            layer.v_ptr,
             out.data_ptr(),
         )
         return out
@@ -328,27 +382,30 @@ class NativeOps(TorchOps):
         self._sample(logits.data_ptr(), num_rows, vocab, *pointers, tokens.data_ptr())
         return tokens
 
-    def _layer(self, spec: AttentionSpec) -> tuple[Layer, int]:
-        """The spec as the kernels read it, made once and kept with the spec."""
-        known = self._layers.get(id(spec))
-        if known is None:
-            layer = Layer(
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                window=spec.window or 0,
-                scale=spec.scale,
-                softcap=spec.softcap or 0.0,
-                sinks=None if spec.sinks is None else spec.sinks.data_ptr(),
-            )
-            known = self._layers[id(spec)] = (spec, layer, ctypes.addressof(layer))
-        return known[1:]
+    def _layer(self, spec: AttentionSpec, cache: LayerCache) -> AttentionLayer:
+        layer = self._layers.get(id(spec))
+        if layer is None:
+            layer = self._layers[id(spec)] = AttentionLayer(spec)
+        if layer.k is not cache.k:
+            layer.see(cache)
+        return layer
 
 
 def packs_pages(cache: LayerCache) -> bool:
     """Whether the kernels keep this cache, in their order; plain torch keeps the others."""
     _, page_size, _, dim = cache.k.shape
     return not (page_size % 16 or dim % 16 or dim > MAX_HEAD_DIM or cache.k.dtype not in _SUFFIXES)
+
+
+@functools.cache
+def _log_plain_attention(page_shape: torch.Size, dtype: torch.dtype) -> None:
+    """Once: it is many times slower."""
+    logger.warning(
+        "attention over pages [page_size, num_kv_heads, head_dim] = %s in %s runs in plain torch; "
+        "the kernels want multiples of 16 tokens and dimensions, in bfloat16 or float32",
+        list(page_shape),
+        dtype,
+    )
 
 
 def _batch(meta: BatchMeta) -> Batch:
@@ -376,11 +433,8 @@ def _gate(call: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _is_norm_weight(weight: Tensor, x: Tensor) -> bool:
-    return weight.dtype is x.dtype or weight.dtype is torch.float32
-
-
-def _weight(weight: Tensor | None) -> Weight:
+def _set(target: Weight, weight: Tensor | None) -> None:
     if weight is None:
-        return Weight(None, False)
-    return Weight(weight.data_ptr(), weight.dtype is torch.float32)
+        target.data = None
+    else:
+        target.data, target.is_f32 = weight.data_ptr(), weight.dtype is torch.float32
