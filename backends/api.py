@@ -36,7 +36,7 @@ class LayerCache(NamedTuple):
     v: Tensor
 
 
-SHARED_TILE_ROWS = 16
+SHARED_TILE_ROWS = 16  # with 4 query heads a KV head, 64 queries: one tile of a matrix product
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,33 @@ class Rope:
     interleaved: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """A pre-norm decoder layer: norm, attention, norm, gated MLP.
+
+    Attributes:
+        input_norm, mlp_norm: weights of the norms before attention and MLP.
+        attention_out_norm, mlp_out_norm: of norms behind them (Gemma's sandwich), or None.
+        qkv, out, gate_up, down: packed linears.
+        activation: "silu" or "gelu_tanh".
+    """
+
+    spec: AttentionSpec
+    rope: Rope | None
+    eps: float
+    activation: str
+    input_norm: Tensor
+    qkv: Any
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Any
+    attention_out_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Any
+    down: Any
+    mlp_out_norm: Tensor | None
+
+
 class Ops(Protocol):
     """The ops of a backend. Each is documented by its float64 reference in `reference.py`."""
 
@@ -177,6 +204,24 @@ class Ops(Protocol):
 
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         """gelu(x[:, :n], tanh form) * x[:, n:] for x [num_tokens, 2 n]."""
+
+    def decoder_layer(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        weights: LayerWeights,
+        meta: BatchMeta,
+        cache: LayerCache,
+    ) -> Tensor:
+        """A whole layer out of the ops above. Optional: absent where no provider is better at it.
+
+        Args:
+            x: output of the layer before [num_tokens, hidden], None in the first layer.
+            residual: [num_tokens, hidden]; x and the attention's output are added in place.
+
+        Returns:
+            The layer's output [num_tokens, hidden], not yet added to the residual.
+        """
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token a row, int32 [rows], of logits float32 [rows, vocab] (may be overwritten).
@@ -243,6 +288,10 @@ class Provider(Protocol):
 
     One that keeps pages in an order of its own says so in an attribute `kv_layout` (the others'
     is "NHD"), has `from_nhd` and `to_nhd` for a LayerCache, and serves both write_qkv and attend.
+
+    One whose kernels compile at first use may have `warm(specs, dtype, page_size, device)`, called
+    once before serving with the kinds of attention layers of the model: it compiles, and loads,
+    what their steps can meet.
     """
 
     name: str

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .api import AttentionSpec, BatchMeta, DeviceRuntime, LayerCache, Rope, SamplingRows
+    from .api import (
+        AttentionSpec,
+        BatchMeta,
+        DeviceRuntime,
+        LayerCache,
+        LayerWeights,
+        Rope,
+        SamplingRows,
+    )
 
 
 class ReferenceOps:
@@ -113,6 +121,30 @@ class ReferenceOps:
         """The gate is the first half; gelu in its tanh form (Hendrycks and Gimpel 2016)."""
         gate, up = _up(x).chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+    def decoder_layer(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        weights: LayerWeights,
+        meta: BatchMeta,
+        cache: LayerCache,
+    ) -> Tensor:
+        """What the fused op of a provider must give."""
+        w, eps = weights, weights.eps
+        if x is None:
+            x = self.rms_norm(residual, w.input_norm, eps)
+        else:
+            x = self.add_rms_norm(x, residual, w.input_norm, eps)
+        qkv = self.linear(x, w.qkv)
+        q = self.write_qkv(qkv, meta, cache, w.spec, w.rope, w.q_norm, w.k_norm, eps)
+        x = self.linear(self.attend(q, meta, cache, w.spec), w.out)
+        if w.attention_out_norm is not None:
+            x = self.rms_norm(x, w.attention_out_norm, eps)
+        x = self.linear(self.add_rms_norm(x, residual, w.mlp_norm, eps), w.gate_up)
+        x = self.silu_and_mul(x) if w.activation == "silu" else self.gelu_and_mul(x)
+        x = self.linear(x, w.down)
+        return x if w.mlp_out_norm is None else self.rms_norm(x, w.mlp_out_norm, eps)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Greedy rows take the likeliest token, of equals the lowest id. For the others

@@ -45,6 +45,11 @@ OP_GROUPS = (
 )
 OP_NAMES = tuple(op for group in OP_GROUPS for op in group)
 
+# Made of other ops: present only where one provider serves it and all of those.
+FUSED_OPS = {
+    "decoder_layer": tuple(op for op in OP_NAMES if op not in ("pack_linear", "sample")),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -156,6 +161,12 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
         for op in group:
             methods[op] = getattr(provider, op)
             choices[op] = Choice(op, provider.name, passed_over)
+    for op, parts in FUSED_OPS.items():
+        names = {choices[part].provider for part in parts}
+        provider = next((p for p in providers if {p.name} == names and hasattr(p, op)), None)
+        if provider is not None:
+            methods[op] = getattr(provider, op)
+            choices[op] = Choice(op, provider.name, {})
     return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices)
 
 

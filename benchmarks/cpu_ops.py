@@ -12,12 +12,21 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from stoker.backends import cpu
-from stoker.backends.api import AttentionSpec, BatchMeta, LayerCache, Rope, SamplingRows
+from stoker.backends.api import (
+    AttentionSpec,
+    BatchMeta,
+    LayerCache,
+    LayerWeights,
+    Rope,
+    SamplingRows,
+)
+from stoker.backends.reference import ReferenceOps
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
 SHAPES = {
@@ -70,10 +79,26 @@ class Step:
         self.ops, self.caches = ops, caches
         self.layers = [{n: ops.pack_linear(w, None) for n, w in x.items()} for x in weights]
         self.head = ops.pack_linear(head, None)
-        self.norm = torch.ones(HIDDEN, dtype=head.dtype)
+        self.norm = norm = torch.ones(HIDDEN, dtype=head.dtype)
         angles = torch.arange(2048)[:, None] * 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
         self.rope = Rope(torch.cat((angles.cos(), angles.sin()), 1), DIM)
         self.dtype = head.dtype
+        self.weights = [
+            LayerWeights(
+                spec=spec,
+                rope=self.rope,
+                eps=1e-5,
+                activation="silu",
+                input_norm=norm,
+                q_norm=None,
+                k_norm=None,
+                attention_out_norm=None,
+                mlp_norm=norm,
+                mlp_out_norm=None,
+                **layer,
+            )
+            for spec, layer in zip(SPECS, self.layers, strict=True)
+        ]
 
     def set_batch(self, q_lens: list[int], kv_lens: list[int], page_size: int) -> None:
         """What the next calls compute."""
@@ -111,20 +136,21 @@ class Step:
         x = self.inputs[HIDDEN][self.meta.logit_tokens]
         self.ops.sample(self.ops.linear(x, self.head, torch.float32), self.rows)
 
+    def by_op(self) -> None:
+        """A decoder's step, a call an op."""
+        self._whole(partial(ReferenceOps.decoder_layer, self.ops))
+
     def whole(self) -> None:
-        """A decoder's step."""
-        ops, meta = self.ops, self.meta
+        """A decoder's step, a call a layer where the provider has one."""
+        self._whole(self.ops.decoder_layer)
+
+    def _whole(self, decoder_layer: Callable) -> None:
         residual = self.inputs[HIDDEN].clone()
-        x = torch.zeros_like(residual)
-        for layer, spec, cache in zip(self.layers, SPECS, self.caches, strict=True):
-            x = ops.add_rms_norm(x, residual, self.norm, 1e-5)
-            qkv = ops.linear(x, layer["qkv"])
-            q = ops.write_qkv(qkv, meta, cache, spec, self.rope, None, None, 1e-5)
-            x = ops.linear(ops.attend(q, meta, cache, spec), layer["out"])
-            x = ops.add_rms_norm(x, residual, self.norm, 1e-5)
-            x = ops.linear(ops.silu_and_mul(ops.linear(x, layer["gate_up"])), layer["down"])
-        x = ops.rms_norm((residual + x)[meta.logit_tokens], self.norm, 1e-5)
-        ops.sample(ops.linear(x, self.head, torch.float32), self.rows)
+        x = None
+        for weights, cache in zip(self.weights, self.caches, strict=True):
+            x = decoder_layer(x, residual, weights, self.meta, cache)
+        x = self.ops.rms_norm((residual + x)[self.meta.logit_tokens], self.norm, 1e-5)
+        self.ops.sample(self.ops.linear(x, self.head, torch.float32), self.rows)
 
 
 def fastest_ms(calls: list[Callable[[], None]], repeats: int) -> list[float]:
@@ -168,7 +194,7 @@ def main() -> None:
     steps = [Step(providers[name], weights, head, caches) for name in args.providers]
     del weights
     print(f"{runtime.description}; {args.dtype}, page size {page_size}; ms a step")
-    parts = ("linears", "attention", "logits", "whole")
+    parts = ("linears", "attention", "logits", "by_op", "whole")
     print(f"{'batch':>14} {'provider':>9}", *(f"{part:>10}" for part in parts))
     batches = [(f"{n} rows", [1] * n, [args.context] * n) for n in args.rows]
     batches += [(f"prompt of {n}", [n], [n]) for n in args.prompts]

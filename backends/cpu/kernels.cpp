@@ -246,7 +246,7 @@ void pack(const T* weight, int64_t num_in, int64_t num_out, uint32_t* packed) {
 // ---- Norms, activations, rotary embedding -------------------------------------------------------
 
 // Below this many elements a second thread costs more than it saves.
-constexpr int64_t NORM_GRAIN = 1 << 15, ACTIVATION_GRAIN = 1 << 13;
+constexpr int64_t NORM_GRAIN = 1 << 14, ACTIVATION_GRAIN = 1 << 13;
 
 // The weight of a norm: of the activations' type, or float32.
 struct Weight {
@@ -380,7 +380,7 @@ void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positi
                const int64_t* out_slots, int64_t page_size, const Layer& layer, T* k_cache,
                T* v_cache) {
   const int64_t dim = layer.head_dim, num_rotated = layer.num_heads + layer.num_kv_heads;
-#pragma omp parallel for if (num_tokens * stride > NORM_GRAIN)
+#pragma omp parallel for if (num_tokens * stride > ACTIVATION_GRAIN)
   for (int64_t token = 0; token < num_tokens; ++token) {
     T* row = qkv + token * stride;
     const int64_t slot = out_slots[token];
@@ -785,6 +785,66 @@ class Attention {
   int64_t group_, dim_, words_;
 };
 
+// ---- A decoder layer ----------------------------------------------------------------------------
+
+struct Linear {
+  const uint32_t* packed;
+  const void* bias;
+  int64_t num_in, num_out;
+};
+
+// What does not change from call to call; native_ops.py has its twin.
+struct DecoderLayer {
+  Weight input_norm, attention_out_norm, mlp_norm, mlp_out_norm;
+  Linear qkv, out, gate_up, down;
+  const Layer* attention;
+  float eps;
+  int32_t is_gelu;
+};
+
+static_assert(sizeof(DecoderLayer) == 208, "native_ops.py");
+
+template <class T>
+void apply(const Linear& w, const T* x, int64_t num_tokens, T* out) {
+  linear(x, w.num_in, num_tokens, w.packed, static_cast<const T*>(w.bias), w.num_in, w.num_out, out);
+}
+
+// The ops one after the other, with the same bits; what it saves is the calls from Python, which
+// find the caches full of weights.
+template <class T>
+void decoder_layer(const T* x, T* residual, int64_t num_tokens, const DecoderLayer& layer,
+                   const Batch& batch, const int64_t* positions, const int64_t* out_slots,
+                   T* k_cache, T* v_cache, T* out) {
+  static thread_local std::vector<T> normed, wide, narrow, attended;
+  const int64_t hidden = layer.qkv.num_in, n = num_tokens;
+  normed.resize(n * hidden);
+  attended.resize(n * layer.out.num_in);
+  wide.resize(n * std::max(layer.qkv.num_out, layer.gate_up.num_out));
+  narrow.resize(n * layer.down.num_in);
+  const float eps = layer.eps;
+  rms_norm(x ? x : residual, hidden, x ? residual : nullptr, layer.input_norm, n, hidden, eps,
+           normed.data());
+  apply(layer.qkv, normed.data(), n, wide.data());
+  write_qkv(wide.data(), layer.qkv.num_out, n, positions, out_slots, batch.page_size,
+            *layer.attention, k_cache, v_cache);
+  Attention<T>(batch, *layer.attention, wide.data(), layer.qkv.num_out, k_cache, v_cache,
+               attended.data())
+      .run();
+  apply(layer.out, attended.data(), n, out);
+  if (layer.attention_out_norm.data)
+    rms_norm(out, hidden, static_cast<T*>(nullptr), layer.attention_out_norm, n, hidden, eps, out);
+  rms_norm(out, hidden, residual, layer.mlp_norm, n, hidden, eps, normed.data());
+  apply(layer.gate_up, normed.data(), n, wide.data());
+  const int64_t inner = layer.down.num_in;
+  if (layer.is_gelu)
+    gated_activation<T, true>(wide.data(), 2 * inner, n, inner, narrow.data());
+  else
+    gated_activation<T, false>(wide.data(), 2 * inner, n, inner, narrow.data());
+  apply(layer.down, narrow.data(), n, out);
+  if (layer.mlp_out_norm.data)
+    rms_norm(out, hidden, static_cast<T*>(nullptr), layer.mlp_out_norm, n, hidden, eps, out);
+}
+
 // ---- Sampling -----------------------------------------------------------------------------------
 //
 // The rules are in ReferenceOps.sample. Nothing sorts a vocabulary: the filters sort only logits
@@ -971,6 +1031,13 @@ extern "C" {
   void stoker_attend_##NAME(const T* q, int64_t q_stride, const Batch* batch, const Layer* layer,  \
                             const T* k, const T* v, T* out) {                                      \
     Attention<T>(*batch, *layer, q, q_stride, k, v, out).run();                                    \
+  }                                                                                                \
+  void stoker_decoder_layer_##NAME(const T* x, T* residual, int64_t num_tokens,                    \
+                                   const DecoderLayer* layer, const Batch* batch,                  \
+                                   const int64_t* positions, const int64_t* out_slots,             \
+                                   T* k_cache, T* v_cache, T* out) {                               \
+    decoder_layer(x, residual, num_tokens, *layer, *batch, positions, out_slots, k_cache, v_cache, \
+                  out);                                                                            \
   }
 
 STOKER_OPS(bf16, bf16)

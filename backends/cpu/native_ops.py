@@ -25,7 +25,7 @@ from .memory import Arena
 from .torch_ops import TorchOps
 
 if TYPE_CHECKING:
-    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, Rope, SamplingRows
+    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, LayerWeights, Rope, SamplingRows
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ _ARGUMENTS = {
     "gelu_and_mul": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "write_qkv": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3],
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
+    "decoder_layer": [c_void_p, c_void_p, c_int64, *[c_void_p] * 7],
     "sample": [c_void_p, c_int64, c_int64, *[c_void_p] * 7],
 }
 
@@ -77,6 +78,35 @@ class Layer(ctypes.Structure):
         ("q_norm", Weight),
         ("k_norm", Weight),
         ("eps", c_float),
+    )
+
+
+class Linear(ctypes.Structure):
+    """Twin of kernels.cpp's."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("num_in", c_int64),
+        ("num_out", c_int64),
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """Twin of kernels.cpp's."""
+
+    _fields_ = (
+        ("input_norm", Weight),
+        ("attention_out_norm", Weight),
+        ("mlp_norm", Weight),
+        ("mlp_out_norm", Weight),
+        ("qkv", Linear),
+        ("out", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("attention", c_void_p),
+        ("eps", c_float),
+        ("is_gelu", c_int32),
     )
 
 
@@ -133,10 +163,62 @@ class AttentionLayer:
         self.k: Tensor | None = None
         self._kept = (spec, sinks)  # so that its id and the address stay theirs
 
+    def rotate(
+        self, rope: Rope | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> None:
+        """What write_qkv does besides writing."""
+        struct = self.struct
+        if rope is None:
+            struct.cos_sin = None
+        else:
+            struct.cos_sin = rope.cos_sin.data_ptr()
+            struct.rotary_dim = rope.rotary_dim
+            struct.interleaved = rope.interleaved
+        _set(struct.q_norm, q_norm)
+        _set(struct.k_norm, k_norm)
+        struct.eps = eps
+
     def see(self, cache: LayerCache) -> None:
         """Remember a cache's addresses."""
         self.k, self.packs = cache.k, packs_pages(cache)
         self.k_ptr, self.v_ptr = cache.k.data_ptr(), cache.v.data_ptr()
+
+
+class Block:
+    """LayerWeights as the kernels read them.
+
+    Attributes:
+        dtype: of everything; None where the kernels do not serve these weights.
+    """
+
+    __slots__ = ("_weights", "address", "attention", "dtype", "hidden", "struct")
+
+    def __init__(self, weights: LayerWeights) -> None:
+        linears = (weights.qkv, weights.out, weights.gate_up, weights.down)
+        self._weights = weights  # so that its id and the addresses stay theirs
+        self.attention = attention = AttentionLayer(weights.spec)
+        self.dtype: torch.dtype | None = None
+        if any(type(packed) is not PackedLinear for packed in linears):
+            return
+        dtype, self.hidden = weights.qkv.dtype, weights.qkv.num_in
+        norms = [weights.input_norm, weights.mlp_norm, weights.q_norm, weights.k_norm]
+        norms += [weights.attention_out_norm, weights.mlp_out_norm]
+        if any(n is not None and n.dtype not in (dtype, torch.float32) for n in norms):
+            return
+        self.dtype = dtype
+        self.struct = struct = DecoderLayer(
+            **{
+                name: Linear(p.weight_ptr, p.bias_ptr, p.num_in, p.num_out)
+                for name, p in zip(("qkv", "out", "gate_up", "down"), linears, strict=True)
+            },
+            attention=attention.address,
+            eps=weights.eps,
+            is_gelu=weights.activation != "silu",
+        )
+        for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"):
+            _set(getattr(struct, name), getattr(weights, name))
+        attention.rotate(weights.rope, weights.q_norm, weights.k_norm, weights.eps)
+        self.address = ctypes.addressof(struct)
 
 
 class NativeOps(TorchOps):
@@ -148,6 +230,7 @@ class NativeOps(TorchOps):
     def __init__(self) -> None:
         self._arena = Arena()
         self._layers: dict[int, AttentionLayer] = {}
+        self._blocks: dict[int, Block] = {}
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
         """Compiles and loads the kernels."""
@@ -177,6 +260,7 @@ class NativeOps(TorchOps):
         self._gelu_and_mul = by_dtype("gelu_and_mul")
         self._write_qkv = by_dtype("write_qkv")
         self._attend = by_dtype("attend")
+        self._decoder_layer = by_dtype("decoder_layer")
         self._sample = function("sample", _ARGUMENTS["sample"])
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
@@ -297,16 +381,7 @@ class NativeOps(TorchOps):
         dtype = cache.k.dtype
         if qkv.dtype is not dtype or qkv.stride(1) != 1:
             qkv = qkv.to(dtype).contiguous()
-        struct = layer.struct
-        if rope is None:
-            struct.cos_sin = None
-        else:
-            struct.cos_sin = rope.cos_sin.data_ptr()
-            struct.rotary_dim = rope.rotary_dim
-            struct.interleaved = rope.interleaved
-        _set(struct.q_norm, q_norm)
-        _set(struct.k_norm, k_norm)
-        struct.eps = eps
+        layer.rotate(rope, q_norm, k_norm, eps)
         num_tokens, stride = qkv.shape[0], qkv.stride(0)
         self._write_qkv[dtype](
             qkv.data_ptr(),
@@ -345,6 +420,48 @@ class NativeOps(TorchOps):
             layer.address,
             layer.k_ptr,
             layer.v_ptr,
+            out.data_ptr(),
+        )
+        return out
+
+    def decoder_layer(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        weights: LayerWeights,
+        meta: BatchMeta,
+        cache: LayerCache,
+    ) -> Tensor:
+        """The ops above in one call, with the same bits."""
+        block = self._blocks.get(id(weights))
+        if block is None:
+            block = self._blocks[id(weights)] = Block(weights)
+        attention = block.attention
+        if attention.k is not cache.k:
+            attention.see(cache)
+        dtype = residual.dtype
+        if not (
+            attention.packs
+            and block.dtype is dtype is cache.k.dtype
+            and residual.is_contiguous()
+            and (x is None or (x.dtype is dtype and x.is_contiguous()))
+        ):
+            return super().decoder_layer(x, residual, weights, meta, cache)
+        batch = meta.plans.get(self.name)
+        if batch is None:
+            batch = meta.plans[self.name] = _batch(meta)
+        num_tokens = residual.shape[0]
+        out = torch.empty((num_tokens, block.hidden), dtype=dtype)
+        self._decoder_layer[dtype](
+            None if x is None else x.data_ptr(),
+            residual.data_ptr(),
+            num_tokens,
+            block.address,
+            ctypes.addressof(batch),
+            meta.positions.data_ptr(),
+            meta.out_slots.data_ptr(),
+            attention.k_ptr,
+            attention.v_ptr,
             out.data_ptr(),
         )
         return out

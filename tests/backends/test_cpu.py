@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import AttentionCase, build_attention
+from cases import AttentionCase, build_attention, make_rope
 
 from stoker.backends import cpu
-from stoker.backends.api import BackendError, LayerCache
+from stoker.backends.api import BackendError, LayerCache, LayerWeights
 from stoker.backends.cpu import build, native_ops
 from stoker.backends.cpu.memory import HUGE_PAGE, Arena
 from stoker.backends.cpu.native_ops import NativeOps
+from stoker.backends.reference import ReferenceOps
 
 RUNTIME = cpu.runtime()
 NATIVE = NativeOps()
@@ -137,6 +138,49 @@ def test_one_openmp_library_is_loaded():
 
 
 @needs_native
+@pytest.mark.parametrize("is_first", [False, True], ids=["", "first"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("is_gemma", [False, True], ids=["llama", "gemma"])
+def test_a_fused_layer_gives_the_bits_of_its_ops(dtype, is_gemma, is_first):
+    case = AttentionCase("", [(1, 40), (1, 0), (30, 50)], 16, 4, 2, 32, 20 if is_gemma else None)
+    results = []
+    for layer in (NATIVE.decoder_layer, lambda *args: ReferenceOps.decoder_layer(NATIVE, *args)):
+        torch.manual_seed(0)
+        inputs = native_case(case, dtype)
+
+        def linear(num_out, num_in, dtype=dtype):
+            return NATIVE.pack_linear((torch.randn(num_out, num_in) / num_in**0.5).to(dtype), None)
+
+        def norm(size, dtype=dtype):
+            return torch.randn(size).to(torch.float32 if is_gemma else dtype)
+
+        weights = LayerWeights(
+            spec=inputs.spec,
+            rope=make_rope(32),
+            eps=1e-6,
+            activation="gelu_tanh" if is_gemma else "silu",
+            input_norm=norm(96),
+            qkv=linear(8 * 32, 96),
+            q_norm=norm(32) if is_gemma else None,
+            k_norm=norm(32) if is_gemma else None,
+            out=linear(96, 128),
+            attention_out_norm=norm(96) if is_gemma else None,
+            mlp_norm=norm(96),
+            gate_up=linear(2 * 160, 96),
+            down=linear(96, 160),
+            mlp_out_norm=norm(96) if is_gemma else None,
+        )
+        residual = torch.randn(32, 96).to(dtype)
+        x = None if is_first else torch.randn(32, 96).to(dtype)
+        out = layer(x, residual, weights, inputs.meta, inputs.cache)
+        real = inputs.real_tokens
+        results.append((out[real], residual[real], *inputs.cache))
+    for fused, plain in zip(*results, strict=True):
+        assert torch.equal(fused.nan_to_num(9.0), plain.nan_to_num(9.0))
+    assert results[0][0].isfinite().all()
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_linear_gives_a_row_the_same_bits_in_any_batch(dtype):
     x = torch.randn(70, 576).to(dtype)
@@ -247,3 +291,5 @@ def test_processors_without_bfloat16_products_get_the_same_results(monkeypatch):
 def test_structures_have_the_sizes_that_the_kernels_assert():
     assert f"sizeof(Layer) == {ctypes.sizeof(native_ops.Layer)}" in build.SOURCE.read_text()
     assert f"sizeof(Batch) == {ctypes.sizeof(native_ops.Batch)}" in build.SOURCE.read_text()
+    size = ctypes.sizeof(native_ops.DecoderLayer)
+    assert f"sizeof(DecoderLayer) == {size}" in build.SOURCE.read_text()

@@ -92,6 +92,19 @@ def test_write_qkv_follows_attends_layout_of_pages(monkeypatch):
         registry.select("five", {"write_qkv": "plain"})
 
 
+def test_a_fused_op_is_there_only_where_all_of_its_parts_come_from_its_provider(monkeypatch):
+    fused = type("Fused", (Plain,), {"name": "fused", "decoder_layer": lambda *args: "whole"})()
+    record = make_backend(monkeypatch, "six", [fused, Plain()])
+    monkeypatch.setattr(registry, "BACKENDS", (record,))
+    backend = registry.select("six")
+    assert backend.ops.decoder_layer() == "whole"
+    assert backend.choices["decoder_layer"].provider == "fused"
+    assert registry.select("six", {"sample": "plain"}).ops.decoder_layer() == "whole"
+    backend = registry.select("six", {"rms_norm": "plain"})
+    assert not hasattr(backend.ops, "decoder_layer")
+    assert "decoder_layer" not in backend.choices
+
+
 def test_reasons_of_a_probe_are_kept(backends):
     choice = registry.select("four").choices["attend"]
     assert (choice.provider, choice.passed_over) == ("plain", {"fast": "its library is missing"})
@@ -144,7 +157,7 @@ def test_describe_has_a_row_for_every_op_and_reason(backends):
 def test_the_cpu_backend_has_every_op():
     backend = registry.select("cpu")
     assert backend.runtime.name == "cpu"
-    assert set(backend.choices) == set(OP_NAMES)
+    assert set(backend.choices) == {*OP_NAMES, "decoder_layer"}
     assert {choice.provider for choice in backend.choices.values()} <= {"native", "torch"}
     forced = registry.select("cpu", {op: "torch" for op in OP_NAMES})
     assert {choice.provider for choice in forced.choices.values()} == {"torch"}
