@@ -7,7 +7,6 @@ import functools
 from typing import NamedTuple
 
 import triton
-import triton.language as tl
 
 
 class Arch(NamedTuple):
@@ -20,16 +19,6 @@ class Arch(NamedTuple):
     @property
     def is_amd(self) -> bool:
         return self.name.startswith("gfx")
-
-    @property
-    def has_pdl(self) -> bool:
-        """Whether a kernel can start while the one before it drains (sm_90 and later)."""
-        return self.name.startswith("sm_") and int(self.name.removeprefix("sm_")) >= 90
-
-    @property
-    def launch_options(self) -> dict[str, bool]:
-        """For kernels that wait for the one before: programmatic dependent launch where it is."""
-        return {"PDL": True, "launch_pdl": True} if self.has_pdl else {"PDL": False}
 
 
 ARCHS = {
@@ -52,15 +41,3 @@ def current_arch() -> Arch:
     target = triton.runtime.driver.active.get_current_target()
     name = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
     return ARCHS.get(name, Arch(name, 65_536, 64))
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """Let the next kernel start, then wait for the one before to be done.
-
-    Every kernel that is launched with PDL must wait: the next one takes it for granted that what
-    came before has been written.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()

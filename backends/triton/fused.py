@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..api import AttentionSpec, BatchMeta, LayerCache, Rope
-from .arch import begin, current_arch
 
 GATE_BLOCK = 1024  # columns a program
 HEADS_PER_PROGRAM = 8  # in write_qkv
@@ -27,9 +26,7 @@ def _rms_norm(
     stride_residual,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     live = c < size
@@ -75,16 +72,12 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
-        **current_arch().launch_options,
     )
     return out
 
 
 @triton.jit
-def _gated(
-    x_ptr, out_ptr, size, stride_x, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    begin(PDL)
+def _gated(x_ptr, out_ptr, size, stride_x, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < size
@@ -121,7 +114,6 @@ def _gate(x: Tensor, *, gelu: bool) -> Tensor:
         GELU=gelu,
         BLOCK=block,
         num_warps=4,
-        **current_arch().launch_options,
     )
     return out
 
@@ -160,14 +152,12 @@ def _write_qkv(
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
     FP8_MAX: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One token, HEADS heads of q, k or v: [HEADS, HEAD_DIM].
 
     A head is held as its pairs (first and second half, or even and odd) and the rest that does
     not rotate. FIRST_BLOCK skips the blocks of q where q stays as it is.
     """
-    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) + FIRST_BLOCK
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -322,6 +312,5 @@ def write_qkv(
         HAS_K_NORM=k_norm is not None,
         FP8_MAX=torch.finfo(cache.k.dtype).max if is_fp8 else 0.0,
         num_warps=4,
-        **current_arch().launch_options,
     )
     return qkv[:, : spec.num_heads * spec.head_dim].unflatten(1, (spec.num_heads, spec.head_dim))
