@@ -166,6 +166,28 @@ class Ops(Protocol):
         The result has x's type, or out_dtype where given (logits are wanted in float32).
         """
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        packed: Any,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """linear(rms_norm(x)), in one kernel where the rows are few; x stays."""
+
+    def norm_gated_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, packed: Any, activation: str
+    ) -> Tensor:
+        """silu_and_mul or gelu_and_mul of norm_linear, for a weight [2 n, in]: [num_tokens, n].
+
+        Args:
+            activation: "silu" or "gelu_tanh".
+        """
+
+    def linear_add(self, x: Tensor, packed: Any, residual: Tensor) -> None:
+        """residual += linear(x), in place, rounded once or twice."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, any leading shape; computed in float32."""
 

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("triton") is not None:
     import triton
 
-    from . import attention, fused, sampling
+    from . import attention, fused, sampling, warm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
     from torch import Tensor
 
     from ..api import AttentionSpec, BatchMeta, DeviceRuntime, LayerCache, Rope, SamplingRows
 
 
 class TritonOps:
-    """The ops that have a kernel here. A kernel compiles when it is first used."""
+    """The ops that have a kernel here. A kernel compiles when it is first used, or in `warm`."""
 
     name = "triton"
 
@@ -31,6 +34,16 @@ class TritonOps:
         if runtime.device.type == "cpu" and not triton.knobs.runtime.interpret:
             return "triton has no CPU target"
         return None
+
+    def warm(
+        self,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """See `warm.warm_attention`."""
+        warm.warm_attention(specs, dtype, page_size, device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `fused.rms_norm`."""

