@@ -48,6 +48,7 @@ log = logging.getLogger("stoker")
 
 POOL_THREADS = 4
 SHUTDOWN_WAIT_S = 30.0
+SPIN_COUNT = "2000"  # about 30 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,9 @@ class AsyncEngine:
         return engine
 
     async def _start(self, progress: Callable[[str, int, int], None] | None) -> None:
+        # OpenMP's threads wait for each other hundreds of times a step. Long spinning is a
+        # disaster where they have not all cores to themselves, as beside this very loop.
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         from .build import Builder, check_each_step  # torch comes in here, not with the module
 
         config, loop = self.config, self.loop

@@ -10,6 +10,7 @@ Runs on: loop.
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -115,6 +116,7 @@ class EventStream:
         self.work = work
         self.response = web.StreamResponse(headers=HEADERS)
         self.is_chunked = True
+        self._fd = -1  # the socket's, where bytes may go to it directly
         self.last_write_s = asyncio.get_running_loop().time()
 
     @property
@@ -152,6 +154,9 @@ class EventStream:
         """Send the headers."""
         await self.response.prepare(self.request)
         self.is_chunked = self.request.version >= HttpVersion11
+        transport = self.request.transport
+        if transport is not None and transport.get_extra_info("ssl_object") is None:
+            self._fd = transport.get_extra_info("socket").fileno()
         self.last_write_s = asyncio.get_running_loop().time()
 
     def write(self, data: bytes) -> None:
@@ -165,7 +170,18 @@ class EventStream:
         transport = self.request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.is_chunked else data)
+        if self.is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._fd >= 0 and not transport.get_write_buffer_size():  # type: ignore[attr-defined]
+            # A system call of ours frees the GIL, which the GPU thread wants; uvloop's does not.
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise ConnectionResetError("the client is gone") from error
+        if data:
+            transport.write(data)
 
     def unsent_bytes(self) -> int:
         """Bytes that the client's socket has not taken yet."""
