@@ -25,7 +25,14 @@ CONTEXT = 256  # tokens; of every row, all in page 0
 def warm_attention(
     specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int, device: torch.device
 ) -> None:
-    """Compile and load what decode and extend steps need, for layers of these kinds."""
+    """Compile and load what decode and extend steps need, for layers of these kinds.
+
+    Not to be called while a graph is captured.
+    """
+
+    def bind() -> None:  # a thread's current device is the first one
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
 
     def run(
         spec: AttentionSpec, num_rows: int, q_len: int, splits: int | None, is_shared: bool
@@ -36,16 +43,14 @@ def warm_attention(
         q = torch.zeros(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
         attend(q, meta, LayerCache(k, k), spec, splits=splits)
 
-    steps: list[tuple[int, int, int | None, bool]] = [
-        (rows, 1, None, is_shared) for rows in (1, PLAN_ROWS[-1]) for is_shared in (False, True)
-    ]
-    steps += [
-        (1, q_len, splits, False)
-        for q_len in (2, 2 * SHORT_QUERIES, DENSE_MIN_TOKENS)
-        for splits in (1, 2)
-    ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = [pool.submit(run, spec, *step) for spec in specs for step in steps]
+    steps: list[tuple[AttentionSpec, int, int, int | None, bool]] = []
+    for spec in specs:
+        for is_shared in (False, True) if spec.window is None else (False,):
+            steps += [(spec, rows, 1, None, is_shared) for rows in (1, PLAN_ROWS[-1])]
+        for q_len in (2, 2 * SHORT_QUERIES, DENSE_MIN_TOKENS):
+            steps += [(spec, 1, q_len, splits, False) for splits in (1, 2)]
+    with ThreadPoolExecutor(os.cpu_count(), initializer=bind) as pool:
+        runs = [pool.submit(run, *step) for step in steps]
         for done in runs:
             done.result()
 
