@@ -47,6 +47,28 @@ class ReferenceOps:
         out = F.linear(x, weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        packed: Any,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The two ops, one after the other."""
+        return self.linear(self.rms_norm(x, norm_weight, eps), packed, out_dtype)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, packed: Any, activation: str
+    ) -> Tensor:
+        """The three ops, one after the other."""
+        x = self.norm_linear(x, norm_weight, eps, packed)
+        return self.silu_and_mul(x) if activation == "silu" else self.gelu_and_mul(x)
+
+    def linear_add(self, x: Tensor, packed: Any, residual: Tensor) -> None:
+        """The product is rounded before it is added."""
+        residual += self.linear(x, packed)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
         y = _up(x)

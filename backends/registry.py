@@ -34,7 +34,7 @@ BACKENDS = tuple(BackendModule(name, f".{name}") for name in ("cuda", "rocm", "x
 
 # Ops that share a private format come from one provider.
 OP_GROUPS = (
-    ("pack_linear", "linear"),
+    ("pack_linear", "linear", "norm_linear", "norm_gated_linear", "linear_add"),
     ("rms_norm",),
     ("add_rms_norm",),
     ("attend",),
@@ -163,10 +163,10 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
             choices[op] = Choice(op, provider.name, passed_over)
     for op, parts in FUSED_OPS.items():
         names = {choices[part].provider for part in parts}
-        provider = next((p for p in providers if {p.name} == names and hasattr(p, op)), None)
-        if provider is not None:
-            methods[op] = getattr(provider, op)
-            choices[op] = Choice(op, provider.name, {})
+        whole = next((p for p in providers if {p.name} == names and hasattr(p, op)), None)
+        if whole is not None:
+            methods[op] = getattr(whole, op)
+            choices[op] = Choice(op, whole.name, {})
     return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices)
 
 

@@ -5,19 +5,22 @@ Runs on: gpu.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..api import BackendError
 from ..reference import ReferenceOps
 from ..triton import TritonOps
 
+if has_triton := importlib.util.find_spec("triton") is not None:
+    from ..triton import linear
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
-
-    from torch import Tensor
 
     from ..api import Provider
 
@@ -78,26 +81,91 @@ class CudaRuntime:
         return graph.replay
 
 
+class PackedLinear(NamedTuple):
+    """A weight [out, in], its transposed view, and its bias."""
+
+    weight: Tensor
+    transposed: Tensor
+    bias: Tensor | None
+
+
 class CublasOps:
-    """Matrix products by cuBLAS. Its library handle must exist before a graph is captured."""
+    """Matrix products by cuBLAS, and those of few rows by a kernel of ours where it is faster.
+
+    cuBLAS's library handle must exist before a graph is captured.
+    """
 
     name = "cublas"
+
+    def __init__(self) -> None:
+        self._beside = TritonOps() if has_triton else ReferenceOps()  # norms and gates
 
     def probe(self, runtime: Any) -> str | None:
         """It comes with torch."""
         return None if runtime.name == "cuda" else "not a CUDA device"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """The transposed view and the bias."""
-        return weight.t(), bias
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """The weight as it is."""
+        weight = weight.contiguous()
+        return PackedLinear(weight, weight.t(), bias)
 
-    def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         """x weight^T + bias; a float32 result comes straight from the accumulators."""
-        weight, bias = packed
+        weight, transposed, bias = packed
+        if tile := _tile(x, weight):
+            out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+            return linear.linear(x, weight, bias, out, tile)
         if out_dtype not in (None, x.dtype):
-            out = torch.mm(x, weight, out_dtype=out_dtype)
+            out = torch.mm(x, transposed, out_dtype=out_dtype)
             return out if bias is None else out.add_(bias)
-        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        packed: PackedLinear,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """One kernel for few rows, else two."""
+        weight = packed.weight
+        if tile := _tile(x, weight, has_norm=True):
+            out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+            return linear.linear(x, weight, packed.bias, out, tile, norm=norm_weight, eps=eps)
+        return self.linear(self._beside.rms_norm(x, norm_weight, eps), packed, out_dtype)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, packed: PackedLinear, activation: str
+    ) -> Tensor:
+        """One kernel for few rows, else three."""
+        weight = packed.weight
+        if tile := _tile(x, weight, has_norm=True):
+            out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+            return linear.linear(
+                x, weight, packed.bias, out, tile, norm=norm_weight, eps=eps, gate=activation
+            )
+        y = self.linear(self._beside.rms_norm(x, norm_weight, eps), packed)
+        is_silu = activation == "silu"
+        return self._beside.silu_and_mul(y) if is_silu else self._beside.gelu_and_mul(y)
+
+    def linear_add(self, x: Tensor, packed: PackedLinear, residual: Tensor) -> None:
+        """The sum is part of the product, and rounded once."""
+        weight, transposed, bias = packed
+        if tile := _tile(x, weight):
+            linear.linear(x, weight, bias, residual, tile, add=True)
+            return
+        residual.addmm_(x, transposed)
+        if bias is not None:
+            residual += bias
+
+
+def _tile(x: Tensor, weight: Tensor, *, has_norm: bool = False) -> linear.Tile | None:
+    if not has_triton or x.dtype != weight.dtype:
+        return None
+    return linear.choose_tile(x.shape[0], weight, has_norm=has_norm)
 
 
 def runtime() -> CudaRuntime:

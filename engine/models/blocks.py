@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends.api import AttentionSpec, Rope
+from ...backends.api import AttentionSpec, LayerWeights, Rope
 from ..api.errors import StartError
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ class Linear:
 
     Args:
         parts: name to output features, in order.
+
+    Attributes:
+        packed: what the ops take, once all parts are loaded.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Linear:
         self._bias: Tensor | None = None
         self._has_bias = bias
         self._pending: set[str] = set()
-        self._packed: Any = None
+        self.packed: Any = None
         start = 0
         for name, size in parts.items():
             rows = slice(start, start + size)
@@ -103,12 +106,8 @@ class Linear:
         target[rows].copy_(tensor)
         self._pending.discard(name)
         if not self._pending:
-            self._packed = self._parameters.ops.pack_linear(self._weight, self._bias)
+            self.packed = self._parameters.ops.pack_linear(self._weight, self._bias)
             self._weight = self._bias = None  # the packed form is all that stays
-
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[num_tokens, in] to [num_tokens, out]."""
-        return self._parameters.ops.linear(x, self._packed, out_dtype)
 
 
 class Norm:
@@ -162,10 +161,10 @@ class Attention:
     ):
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.spec = AttentionSpec(heads, kv_heads, dim, config.attention_scale, window)
-        self._rope = rope
+        self.rope = rope
         self._eps = config.rms_norm_eps
         self._ops = parameters.ops
-        self._qkv = Linear(
+        self.qkv = Linear(
             {
                 f"{name}.q_proj": heads * dim,
                 f"{name}.k_proj": kv_heads * dim,
@@ -175,27 +174,31 @@ class Attention:
             config.qkv_bias,
             parameters,
         )
-        self._out = Linear(
+        self.out = Linear(
             {f"{name}.o_proj": config.hidden_size}, heads * dim, config.o_bias, parameters
         )
-        self._q_norm = self._k_norm = None
+        self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self._q_norm = Norm(f"{name}.q_norm", dim, config.norm_plus_one, parameters)
-            self._k_norm = Norm(f"{name}.k_norm", dim, config.norm_plus_one, parameters)
+            self.q_norm = Norm(f"{name}.q_norm", dim, config.norm_plus_one, parameters)
+            self.k_norm = Norm(f"{name}.k_norm", dim, config.norm_plus_one, parameters)
 
-    def __call__(self, x: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
-        """[num_tokens, hidden] to the same; new keys and values go to the cache."""
+    def __call__(self, qkv: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
+        """What lies between the two linears; new keys and values go to the cache.
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
+        """
         q = self._ops.write_qkv(
-            self._qkv(x),
+            qkv,
             meta,
             cache,
             self.spec,
-            self._rope,
-            None if self._q_norm is None else self._q_norm.weight,
-            None if self._k_norm is None else self._k_norm.weight,
+            self.rope,
+            _weight(self.q_norm),
+            _weight(self.k_norm),
             self._eps,
         )
-        return self._out(self._ops.attend(q, meta, cache, self.spec))
+        return self._ops.attend(q, meta, cache, self.spec)
 
 
 class MLP:
@@ -203,16 +206,11 @@ class MLP:
 
     def __init__(self, name: str, config: ModelConfig, parameters: Parameters):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self._gate_up = Linear(
+        self.gate_up = Linear(
             {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden, bias, parameters
         )
-        self._down = Linear({f"{name}.down_proj": hidden}, inner, bias, parameters)
-        ops = parameters.ops
-        self._activate = ops.silu_and_mul if config.activation == "silu" else ops.gelu_and_mul
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] to the same."""
-        return self._down(self._activate(self._gate_up(x)))
+        self.down = Linear({f"{name}.down_proj": hidden}, inner, bias, parameters)
+        self.activation = config.activation
 
 
 class DecoderLayer:
@@ -222,6 +220,8 @@ class DecoderLayer:
         self, name: str, config: ModelConfig, window: int | None, rope: Rope, parameters: Parameters
     ):
         self._ops, self._eps = parameters.ops, config.rms_norm_eps
+        self._whole = getattr(parameters.ops, "decoder_layer", None)
+        self._weights: LayerWeights | None = None
         self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
         self._mlp = MLP(f"{name}.mlp", config, parameters)
 
@@ -237,25 +237,62 @@ class DecoderLayer:
         else:
             self._mlp_norm = norm("post_attention_layernorm")
 
+    def finish(self) -> None:
+        """Collect the weights, once all are loaded."""
+        attention, mlp = self.attention, self._mlp
+        self._weights = LayerWeights(
+            spec=attention.spec,
+            rope=attention.rope,
+            eps=self._eps,
+            activation=mlp.activation,
+            input_norm=self._input_norm.weight,
+            qkv=attention.qkv.packed,
+            q_norm=_weight(attention.q_norm),
+            k_norm=_weight(attention.k_norm),
+            out=attention.out.packed,
+            attention_out_norm=_weight(self._after_attention),
+            mlp_norm=self._mlp_norm.weight,
+            gate_up=mlp.gate_up.packed,
+            down=mlp.down.packed,
+            mlp_out_norm=_weight(self._after_mlp),
+        )
+
     def __call__(
         self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: LayerCache
-    ) -> Tensor:
-        """The layer's output, that the caller adds to the residual stream.
+    ) -> Tensor | None:
+        """Add the layer to the residual stream [num_tokens, hidden], in place.
 
         Args:
-            x: output of the layer before [num_tokens, hidden]; None in the first layer.
-            residual: [num_tokens, hidden]; x and the attention's output are added in place.
+            x: [num_tokens, hidden] what the layer before left to be added first, or None.
+
+        Returns:
+            What is left to be added: a sum that is cheaper together with the next norm.
         """
-        ops, eps = self._ops, self._eps
+        ops, w = self._ops, self._weights
+        assert w is not None
+        if self._whole is not None:
+            return self._whole(x, residual, w, meta, cache)
+        if w.attention_out_norm is None or w.mlp_out_norm is None:
+            if x is not None:
+                residual += x
+            qkv = ops.norm_linear(residual, w.input_norm, w.eps, w.qkv)
+            ops.linear_add(self.attention(qkv, meta, cache), w.out, residual)
+            x = ops.norm_gated_linear(residual, w.mlp_norm, w.eps, w.gate_up, w.activation)
+            ops.linear_add(x, w.down, residual)
+            return None
         if x is None:
-            x = ops.rms_norm(residual, self._input_norm.weight, eps)
+            x = ops.rms_norm(residual, w.input_norm, w.eps)
         else:
-            x = ops.add_rms_norm(x, residual, self._input_norm.weight, eps)
-        x = self.attention(x, meta, cache)
-        if self._after_attention is not None:
-            x = ops.rms_norm(x, self._after_attention.weight, eps)
-        x = self._mlp(ops.add_rms_norm(x, residual, self._mlp_norm.weight, eps))
-        return x if self._after_mlp is None else ops.rms_norm(x, self._after_mlp.weight, eps)
+            x = ops.add_rms_norm(x, residual, w.input_norm, w.eps)
+        x = ops.linear(self.attention(ops.linear(x, w.qkv), meta, cache), w.out)
+        x = ops.rms_norm(x, w.attention_out_norm, w.eps)
+        x = ops.linear(ops.add_rms_norm(x, residual, w.mlp_norm, w.eps), w.gate_up)
+        x = ops.silu_and_mul(x) if w.activation == "silu" else ops.gelu_and_mul(x)
+        return ops.rms_norm(ops.linear(x, w.down), w.mlp_out_norm, w.eps)
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 class Decoder:
@@ -322,6 +359,8 @@ class Decoder:
             StartError: a tensor is missing, unexpected, twice there, or has another shape.
         """
         self._parameters.load(weights)
+        for layer in self._layers:
+            layer.finish()
         if self._head is None:
             self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
 
@@ -331,16 +370,14 @@ class Decoder:
         x = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x = layer(x, residual, meta, cache)
-        assert x is not None  # a config has at least one layer
-        return residual.add_(x)
+        return residual if x is None else residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [n, vocab] of chosen rows of the hidden states [n, hidden]."""
-        x = self._ops.rms_norm(hidden, self._norm.weight, self.config.rms_norm_eps)
-        if self._head is not None:
-            logits = self._head(x, torch.float32)
-        else:
-            logits = self._ops.linear(x, self._tied_head, torch.float32)
+        head = self._tied_head if self._head is None else self._head.packed
+        logits = self._ops.norm_linear(
+            hidden, self._norm.weight, self.config.rms_norm_eps, head, torch.float32
+        )
         softcap = self.config.logit_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

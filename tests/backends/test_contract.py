@@ -55,6 +55,36 @@ def test_linear(target, dtype, num_out, num_in, has_bias):
 
 
 @dtypes
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("num_out, num_in", [(960, 576), (98, 64), (14, 35)])
+def test_linears_with_what_surrounds_them(target, dtype, num_out, num_in, has_bias):
+    pack, norm_linear = target.require("pack_linear"), target.require("norm_linear")
+    weight = randn(num_out, num_in, dtype=dtype, device=target.device) / num_in**0.5
+    bias = randn(num_out, seed=1, dtype=dtype, device=target.device) if has_bias else None
+    packed, known = pack(weight.clone(), bias), (up(weight), up(bias))
+    for num_tokens in (1, 3, 8, 33):
+        # A norm in float32 is Gemma's 1 + weight.
+        norm_dtype = torch.float32 if num_tokens == 3 else dtype
+        norm = randn(num_in, seed=2, dtype=norm_dtype, device=target.device) / 4 + 1
+        x = randn(num_tokens, num_in, seed=num_tokens, dtype=dtype, device=target.device)
+        kept = x.clone()
+        want = ORACLE.norm_linear(up(x), up(norm), 1e-5, known)
+        close(norm_linear(x, norm, 1e-5, packed), want, dtype, scale=2)
+        logits = norm_linear(x, norm, 1e-5, packed, torch.float32)
+        assert logits.dtype == torch.float32
+        close(logits.to(dtype), want, dtype, scale=2)
+        for activation in ("silu", "gelu_tanh"):
+            got = target.require("norm_gated_linear")(x, norm, 1e-5, packed, activation)
+            want = ORACLE.norm_gated_linear(up(x), up(norm), 1e-5, known, activation)
+            close(got, want, dtype, scale=4)
+        residual = randn(num_tokens, num_out, seed=3, dtype=dtype, device=target.device)
+        want = up(residual) + ORACLE.linear(up(x), known)
+        assert target.require("linear_add")(x, packed, residual) is None
+        close(residual, want, dtype, scale=2)
+        assert torch.equal(x, kept)
+
+
+@dtypes
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (6, 4, 64), (3, 35)], ids=str)
 def test_rms_norm(target, dtype, shape):
     rms_norm = target.require("rms_norm")

@@ -24,7 +24,7 @@ if triton.knobs.runtime.interpret:
 
 from compile_only import TARGETS, CompileOnly
 
-from stoker.backends.triton import TritonOps, attention, fused, sampling
+from stoker.backends.triton import TritonOps, attention, fused, linear, sampling
 from stoker.backends.triton.flash import Tile
 
 HAS_DOT = {"_decode", "_extend", "_shared_prefix"}
@@ -102,6 +102,15 @@ def launch_rest(dtype, cache_dtype):
     fused.gelu_and_mul(x)
 
 
+def launch_linear(num_rows, num_out, *, has_norm, gate="", num_in=4096):
+    weight = meta_tensor(num_out, num_in, dtype=torch.bfloat16)
+    tile = linear.choose_tile(num_rows, weight, has_norm=has_norm) or linear.SOME_ROWS
+    x = meta_tensor(num_rows, num_in, dtype=torch.bfloat16)
+    out = meta_tensor(num_rows, num_out // (2 if gate else 1), dtype=torch.bfloat16)
+    norm = meta_tensor(num_in, dtype=torch.bfloat16) if has_norm else None
+    linear.linear(x, weight, None, out, tile, norm=norm, eps=1e-5, gate=gate, add=not has_norm)
+
+
 def launch_sampling(*, greedy: bool):
     column = meta_tensor(64, dtype=torch.float32)
     sampling.sample(
@@ -131,6 +140,10 @@ def test_kernels_compile(target):
         lambda: launch_attention(AttentionSpec(16, 8, 256, 0.0625, 4096, 50.0), torch.bfloat16),
         lambda: launch_rest(torch.bfloat16, NATIVE_FP8.get(target, torch.bfloat16)),
         lambda: launch_sampling(greedy=False),
+        lambda: launch_linear(1, 4096, has_norm=False),
+        lambda: launch_linear(1, 28672, has_norm=True, gate="silu"),
+        lambda: launch_linear(8, 28672, has_norm=True, gate="silu"),
+        lambda: launch_linear(8, 130, has_norm=True, num_in=200),
     ]
     if target not in ("sm_100", "gfx950"):
         launches.append(lambda: launch_attention(llama, torch.bfloat16, tree=True))
@@ -143,7 +156,8 @@ def test_kernels_compile(target):
         for done in [pool.submit(launch) for launch in launches]:
             done.result()
     names = {kernel.name for kernel in compiled.kernels}
-    assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_sample"}
+    assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_linear",
+                               "_sample"}  # fmt: skip
     for kernel in compiled.kernels:
         assert kernel.num_threads <= 1024, kernel
         if kernel.name in HAS_DOT and not kernel.is_float32:

@@ -1,7 +1,7 @@
 """The Triton kernels' numerics, in Triton's interpreter on the CPU.
 
 TRITON_INTERPRET is read when a kernel is decorated, so these tests run in processes of their own:
-the contract tests with the Triton provider, and `triton_cases.py`.
+the contract tests with the Triton provider, and the files `triton_*cases.py`.
 """
 
 import os
@@ -24,6 +24,7 @@ SELECTIONS = {
     "attend_float32": ("test_contract.py", "attend and float32 and (everything or dim or tree)"),
     "sample": ("test_contract.py", "(sample or greedy) and not distribution"),
     "more": ("triton_cases.py", ""),
+    "linear": ("triton_linear_cases.py", ""),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from stoker.backends.cpu.torch_ops import TorchOps
+from stoker.backends.registry import OP_NAMES
 from stoker.engine.models.registry import build, parse_config
 from stoker.engine.runtime import model_files, weights
 
@@ -110,6 +112,21 @@ def test_logits_and_greedy_tokens(case, tmp_path, make_hf_model, loop, float32_m
         assert again == outputs
     for prompt, output in zip(prompts[:2], outputs, strict=False):
         assert loop(model, 1, longest).greedy([prompt], [NUM_NEW], 13) == [output]
+
+
+@pytest.mark.parametrize("case", ["llama biases", "qwen3", "gemma3"])
+def test_a_layer_op_by_op_is_the_same(case, tmp_path, make_hf_model, loop, float32_model):
+    """As on backends without `decoder_layer`."""
+    hf = make_hf_model(*CASES[case])
+    hf.save_pretrained(tmp_path)
+    model = load(tmp_path, float32_model)
+    plain = TorchOps()
+    ops = SimpleNamespace(**{op: getattr(plain, op) for op in OP_NAMES})
+    by_op = load(tmp_path, lambda config: build(config, ops, torch.device("cpu"), torch.float32))
+    rows = [(0, list(range(3, 40))), (1, [7]), (2, [9, 8])]
+    whole = loop(model, 3, 40).step(rows)
+    for ours, theirs in zip(loop(by_op, 3, 40).step(rows), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["llama biases", "qwen3", "gemma3"])
