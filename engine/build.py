@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 8192
-GPU_STEP_S = 0.040
+GPU_STEP_S = 0.036
 MAX_GRAPH_ROWS = 512
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 

@@ -15,6 +15,7 @@ MEMORY = 0.98  # what a step's weight is multiplied by for each later step
 PAIR_UNIT = 1e6  # pairs are counted in millions, so that the fit is well conditioned
 MIN_CHUNK = 128  # tokens that a prompt advances in any case, or it would never end
 ROUNDING = 64  # longer chunks are cut to a multiple: matrix products work in tiles
+LONG_ROUNDING = 256  # what long ones are cut to: captured steps have few sizes
 
 
 class StepCost:
@@ -66,29 +67,34 @@ class StepBudget:
         self.num_tokens = num_tokens
         self._cost = cost
         self._seconds = seconds
-        self._has_chunk = False
+        self._taken = 0  # tokens
 
     @property
     def is_spent(self) -> bool:
         """Whether no further prompt can begin in this step."""
-        return self.num_tokens == 0 or (self._has_chunk and self._fitting(0) < ROUNDING)
-
-    def _fitting(self, context: int) -> int:
-        return 2**30 if self._cost is None else self._cost.chunk_within(self._seconds, context)
+        return self.num_tokens == 0 or (self._taken > 0 and self._fitting(0) == 0)
 
     def chunk(self, wanted: int, context: int) -> int:
         """How many of a prompt's next tokens may be computed after its context."""
         q_len = min(wanted, self.num_tokens)
         fits = self._fitting(context)
         if fits < q_len:
-            floor = 0 if self._has_chunk else MIN_CHUNK
-            q_len = min(q_len, max(fits // ROUNDING * ROUNDING, floor))
+            q_len = min(q_len, max(fits, 0 if self._taken else MIN_CHUNK))
         return q_len
+
+    def _fitting(self, context: int) -> int:
+        """Tokens that fit the time, such that the step's tokens are a round number in all."""
+        if self._cost is None:
+            return self.num_tokens
+        fits = self._cost.chunk_within(self._seconds, context)
+        total = self._taken + fits
+        multiple = LONG_ROUNDING if total >= 2 * LONG_ROUNDING else ROUNDING
+        return max(fits - total % multiple, 0)
 
     def spend(self, q_len: int, context: int) -> None:
         """A chunk was taken."""
         self.num_tokens -= q_len
-        self._has_chunk = True
+        self._taken += q_len
         if self._cost is not None:
             pairs = pairs_of(q_len, context)
             self._seconds -= self._cost.per_token_s * q_len + self._cost.per_pair_s * pairs

@@ -1,8 +1,9 @@
 """Steps as captured graphs: one launch instead of hundreds.
 
-Decode steps are captured for a few batch sizes, for fewer once more with shared prefixes, short
-prefill steps for a few token counts; a smaller step is padded. Inputs lie at fixed addresses (see
-inputs.py), so a replay needs nothing but the staged copy before it.
+Decode steps are captured for a few batch sizes, for fewer once more with shared prefixes; steps
+with chunks of prompts for a few token counts beside a few batch sizes. A smaller step is padded.
+Inputs lie at fixed addresses (see inputs.py), so a replay needs nothing but the staged copy
+before it.
 
 Runs on: gpu.
 """
@@ -20,15 +21,20 @@ from .sampler import SlotTable
 
 Forward = Callable[[Tensor, BatchMeta], Tensor]  # tokens and batch to logits [logit rows, vocab]
 
-# Short steps are bound by the host's launches. Longer ones keep the device busy by themselves.
-SHORT_ROWS = 8
 SHARED_SIZES = (8, 16, 32, 64, 128, 256, 512)  # rows
-SHORT_TOKENS = (32, 64, 128, 192, 256, 384, 512)
+
+# Launching a step of chunks kernel by kernel takes the host some 25 ms, as long as the device
+# needs for a thousand tokens. Longer steps, and those over long contexts, hide it.
+FEW_ROWS, FEW_TOKENS = 8, (32, 64, 128, 192, 256, 384, 512)
+CHUNK_ROWS = 32
+CHUNK_TOKENS = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+BESIDE_ROWS = (64, 256)  # decode rows beside chunks
+MAX_CHUNK_CONTEXT = 8192
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64 beyond, and the largest."""
-    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 1, 64)}
+    """1, 2, 4, 8 to 32 by 8, to 64 by 16, to 256 by 32, beyond by 128, and the largest."""
+    sizes = {1, 2, 4, *range(8, 33, 8), 48, 64, *range(96, 257, 32), *range(384, max_rows + 1, 128)}
     return sorted({s for s in sizes if s < max_rows} | {max_rows})
 
 
@@ -52,18 +58,28 @@ class StepGraphs:
     ):
         self._sizes = batch_sizes(max_rows)
         self._shared_sizes = sorted({min(n, max_rows) for n in SHARED_SIZES})
-        self._tokens = [n for n in SHORT_TOKENS if n <= max_tokens]
+        beside = sorted({min(n, max_rows) for n in BESIDE_ROWS})
+        chunks = [n for n in CHUNK_TOKENS if n <= max_tokens]
+        # By what a step needs at least, so that the first that fits is the smallest.
+        self._chunk_shapes = sorted(
+            [GraphShape(0, FEW_ROWS, n) for n in FEW_TOKENS if n <= max_tokens]
+            + [GraphShape(0, CHUNK_ROWS, n) for n in chunks]
+            + [GraphShape(rows, CHUNK_ROWS, n) for rows in beside for n in chunks],
+            key=lambda shape: (shape.tokens, shape.rows),
+        )
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._logits: dict[GraphShape, Tensor] = {}
-        shapes = [GraphShape(size, size) for size in self._sizes]
-        shapes += [GraphShape(size, size, is_shared=True) for size in self._shared_sizes]
-        shapes += [GraphShape(SHORT_ROWS, n) for n in self._tokens]
+        shapes = [GraphShape(size) for size in self._sizes]
+        shapes += [GraphShape(size, is_shared=True) for size in self._shared_sizes]
+        shapes += self._chunk_shapes
         # The largest first: the others fit in its memory.
         for shape in sorted(shapes, key=lambda s: -s.tokens):
             step = inputs.stage(chunk_plan(1, inputs.page_size), table, shape)
             meta = step.meta
             # What a captured kernel must be able to do.
-            meta.max_kv_len, meta.max_q_len = inputs.max_context, shape.tokens - shape.rows + 1
+            meta.max_kv_len, meta.max_q_len = inputs.max_context, max(shape.chunk_tokens, 1)
+            if shape.chunk_rows:
+                meta.max_kv_len = min(meta.max_kv_len, MAX_CHUNK_CONTEXT)
 
             def run(
                 shape: GraphShape = shape, tokens: Tensor = step.tokens, meta: BatchMeta = meta
@@ -83,11 +99,19 @@ class StepGraphs:
             is_shared = saves_by_sharing(plan)
             sizes = self._shared_sizes if is_shared else self._sizes
             at = bisect_left(sizes, rows)
-            return GraphShape(sizes[at], sizes[at], is_shared) if at < len(sizes) else None
-        at = bisect_left(self._tokens, tokens)
-        if rows > SHORT_ROWS or at == len(self._tokens):
+            return GraphShape(sizes[at], is_shared=is_shared) if at < len(sizes) else None
+        if plan.kv_lens.max() > MAX_CHUNK_CONTEXT:
             return None
-        return GraphShape(SHORT_ROWS, self._tokens[at])
+        decodes = plan.num_decode_rows
+        for shape in self._chunk_shapes:
+            beside = decodes if shape.decode_rows else 0
+            if (
+                shape.decode_rows >= beside
+                and shape.chunk_rows >= rows - beside
+                and shape.chunk_tokens >= tokens - beside
+            ):
+                return shape
+        return None
 
     def replay(self, shape: GraphShape) -> Tensor:
         """Run a captured step; its logits [shape.rows, vocab] stay until the next replay."""

@@ -58,20 +58,28 @@ SPARE_TILES = 4  # more groups than these leave tiles that are not full
 
 
 class GraphShape(NamedTuple):
-    """What a captured step is padded to: a decode step has one token a row.
+    """What a captured step is padded to.
 
     Attributes:
+        decode_rows: rows of one token, that come first.
+        chunk_rows, chunk_tokens: the rows after them, and their tokens together.
         is_shared: whether it reads shared prefixes apart.
     """
 
-    rows: int
-    tokens: int
+    decode_rows: int
+    chunk_rows: int = 0
+    chunk_tokens: int = 0
     is_shared: bool = False
 
     @property
-    def is_decode(self) -> bool:
-        """Whether it takes decode steps only."""
-        return self.rows == self.tokens
+    def rows(self) -> int:
+        """All rows, padding included."""
+        return self.decode_rows + self.chunk_rows
+
+    @property
+    def tokens(self) -> int:
+        """All tokens, padding included."""
+        return self.decode_rows + self.chunk_tokens
 
 
 @dataclass(slots=True)
@@ -146,29 +154,38 @@ class Inputs:
             shape: for a graph: pad to this shape, and leave tokens that only the device knows to
                 the graph. Padding rows are of slot 0, have no context, and write nowhere.
         """
-        rows, tokens = plan.num_rows, plan.num_tokens
+        rows, tokens, decodes = plan.num_rows, plan.num_tokens, plan.num_decode_rows
+        if shape is None:
+            shape_rows, shape_tokens, gap = rows, tokens, 0
+        else:
+            if not shape.decode_rows:
+                decodes = 0  # the few there are go through the chunks' kernel
+            shape_rows, shape_tokens = shape.rows, shape.tokens
+            gap = shape.decode_rows - decodes  # padding between decode rows and chunks
+        row_of_token = np.repeat(np.arange(rows), plan.q_lens)
+        begins = np.cumsum(plan.q_lens) - plan.q_lens  # of each row among the plan's tokens
+        ends = begins + plan.q_lens + np.where(np.arange(rows) < decodes, 0, gap)  # when padded
+        indptr = np.empty(shape_rows + 1, np.int32)
+        indptr[: decodes + gap + 1] = np.arange(decodes + gap + 1)
+        indptr[decodes + gap + 1 :] = tokens + gap
+        indptr[decodes + gap + 1 : rows + gap + 1] = ends[decodes:]
         sample_rows = np.flatnonzero(plan.samples)
         samples = len(sample_rows)
-        more_rows = shape.rows - rows if shape is not None else 0
-        all_tokens = shape.tokens if shape is not None else tokens
-        indptr = np.zeros(rows + more_rows + 1, np.int32)
-        np.cumsum(plan.q_lens, out=indptr[1 : rows + 1])
-        indptr[rows + 1 :] = tokens
-        if shape is not None and shape.is_decode:
-            indptr[rows + 1 :] += np.arange(1, more_rows + 1)
-        scored = [np.arange(indptr[row], indptr[row + 1]) for row in plan.score_tokens]
-        all_samples = shape.rows if shape is not None else samples
+        all_samples = shape_rows if shape is not None else samples
+        scored = [
+            np.arange(begins[row], begins[row] + plan.q_lens[row]) for row in plan.score_tokens
+        ]
         is_shared = shape.is_shared if shape is not None else saves_by_sharing(plan)
-        num_tiles = num_shared_tiles(rows + more_rows) if is_shared else 0
+        num_tiles = num_shared_tiles(shape_rows) if is_shared else 0
         counts = {
-            "tokens": all_tokens,
-            "rows": rows + more_rows,
-            "rows+1": rows + more_rows + 1,
+            "tokens": shape_tokens,
+            "rows": shape_rows,
+            "rows+1": shape_rows + 1,
             "samples": all_samples,
             "logits": all_samples + sum(map(len, scored)),
             "shared tiles": num_tiles,
             "shared tiles x rows": num_tiles * SHARED_TILE_ROWS,
-            "rows if shared": rows + more_rows if is_shared else 0,
+            "rows if shared": shape_rows if is_shared else 0,
             "pages": len(plan.page_ids),
         }
         host, device = self._views(counts)
@@ -178,20 +195,23 @@ class Inputs:
         host["page_entries"] += plan.page_indices
         host["page_ids"][:] = plan.page_ids
 
-        row_of_token = np.repeat(np.arange(rows), plan.q_lens)
         row_slots = plan.slots[row_of_token]
         starts = plan.kv_lens - plan.q_lens
-        positions = np.arange(tokens) - indptr[row_of_token] + starts[row_of_token]
+        positions = np.arange(tokens) - begins[row_of_token] + starts[row_of_token]
         pages = self._tables[row_slots, positions // self.page_size]
-        last = indptr[1 : rows + 1] - 1
+        out_slots = pages * np.int64(self.page_size) + positions % self.page_size
         # A token that only the device knows is staged as minus its slot, which is at least 1.
-        _fill(host["tokens"], np.where(plan.tokens == FROM_DEVICE, -row_slots, plan.tokens), 0)
-        _fill(host["positions"], positions, 0)
-        _fill(host["out_slots"], pages * np.int64(self.page_size) + positions % self.page_size, -1)
-        _fill(host["kv_lens"], plan.kv_lens, 0)
-        _fill(host["slots"], plan.slots, 0)
+        ids = np.where(plan.tokens == FROM_DEVICE, -row_slots, plan.tokens)
+        for name, values, padding in (
+            ("tokens", ids, 0),
+            ("positions", positions, 0),
+            ("out_slots", out_slots, -1),
+            ("kv_lens", plan.kv_lens, 0),
+            ("slots", plan.slots, 0),
+        ):
+            _spread(host[name], values, decodes, gap, padding)
         host["qo_indptr"][:] = indptr
-        _fill(host["logit_tokens"][:all_samples], last[sample_rows], 0)
+        _fill(host["logit_tokens"][:all_samples], ends[sample_rows] - 1, 0)
         if scored:
             host["logit_tokens"][all_samples:] = np.concatenate(scored)
         shared = None
@@ -224,13 +244,14 @@ class Inputs:
             self._turn = 1 - turn
             if len(plan.page_ids):
                 self.block_table.view(-1)[device["page_entries"]] = device["page_ids"]
-        num_decode_rows = plan.num_decode_rows
+        kv_lens_cpu = plan.kv_lens
         if shape is not None:
-            num_decode_rows = shape.rows if shape.is_decode else 0
+            kv_lens_cpu = np.empty(shape_rows, np.int32)
+            _spread(kv_lens_cpu, plan.kv_lens, decodes, gap, 0)
         meta = BatchMeta(
-            num_rows=rows + more_rows,
-            num_tokens=all_tokens,
-            num_decode_rows=num_decode_rows,
+            num_rows=shape_rows,
+            num_tokens=shape_tokens,
+            num_decode_rows=decodes + gap,
             page_size=self.page_size,
             qo_indptr=device["qo_indptr"],
             kv_lens=device["kv_lens"],
@@ -240,7 +261,7 @@ class Inputs:
             out_slots=device["out_slots"],
             logit_tokens=device["logit_tokens"],
             qo_indptr_cpu=indptr,
-            kv_lens_cpu=np.concatenate([plan.kv_lens, np.zeros(more_rows, np.int32)]),
+            kv_lens_cpu=kv_lens_cpu,
             max_q_len=int(plan.q_lens.max()),
             max_kv_len=int(plan.kv_lens.max()),
             shared=shared,
@@ -326,3 +347,10 @@ TORCH_DTYPE = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.f
 def _fill(target: np.ndarray, values: np.ndarray, padding: int) -> None:
     target[: len(values)] = values
     target[len(values) :] = padding
+
+
+def _spread(target: np.ndarray, values: np.ndarray, split: int, gap: int, padding: int) -> None:
+    """Put values into a padded array, with a gap after the first `split` of them."""
+    target[:split] = values[:split]
+    target[split : split + gap] = padding
+    _fill(target[split + gap :], values[split:], padding)

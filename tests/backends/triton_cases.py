@@ -127,7 +127,7 @@ def test_shared_prefixes_in_captured_steps(monkeypatch):
         )
         monkeypatch.setattr(staging, "MIN_SAVED_TOKENS", 128)
         shape = graphs.shape_for(plan)
-        assert shape == GraphShape(8, 8, True)
+        assert shape == GraphShape(8, is_shared=True)
         inputs.stage(plan, table, shape)
         torch.testing.assert_close(graphs.replay(shape)[:6].double(), want, rtol=2e-5, atol=2e-5)
         monkeypatch.undo()

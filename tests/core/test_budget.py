@@ -8,7 +8,7 @@ import pytest
 
 from stoker.engine.api.messages import Add
 from stoker.engine.api.sampling_params import SamplingParams
-from stoker.engine.core.budget import MIN_CHUNK, ROUNDING, StepBudget, StepCost, pairs_of
+from stoker.engine.core.budget import LONG_ROUNDING, MIN_CHUNK, StepBudget, StepCost, pairs_of
 from stoker.engine.core.plan import StepResult
 from stoker.engine.core.scheduler import Scheduler
 
@@ -54,7 +54,7 @@ def test_the_largest_chunk_that_fits(context):
 def test_a_budget_is_spent_once():
     budget = StepBudget(10_000, learnt(), 0.04)
     first = budget.chunk(5000, 0)
-    assert first % ROUNDING == 0 and 1500 < first < 2000
+    assert first % LONG_ROUNDING == 0 and 1500 < first < 2000
     budget.spend(first, 0)
     assert budget.is_spent and budget.chunk(5000, 0) == 0
 

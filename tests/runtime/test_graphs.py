@@ -83,23 +83,23 @@ def run(graphs, plan):
 
 def test_plans_choose_their_graphs(graphs):
     shape_for = graphs[2].shape_for
-    assert shape_for(decode_plan(3)) == GraphShape(4, 4)
-    assert shape_for(decode_plan(17)) == GraphShape(20, 20)
+    assert shape_for(decode_plan(3)) == GraphShape(4)
+    assert shape_for(decode_plan(17)) == GraphShape(20)
     assert shape_for(decode_plan(21)) is None
-    assert shape_for(decode_plan(3, [([0, 2], 12)])) == GraphShape(4, 4)  # saves too little
-    assert shape_for(decode_plan(3, [([0, 1, 2], 8)])) == GraphShape(8, 8, True)
-    assert shape_for(decode_plan(9, [([0, 2], 16)])) == GraphShape(16, 16, True)
-    assert shape_for(decode_plan(17, [([0, 2], 16)])) == GraphShape(20, 20, True)
+    assert shape_for(decode_plan(3, [([0, 2], 12)])) == GraphShape(4)  # saves too little
+    assert shape_for(decode_plan(3, [([0, 1, 2], 8)])) == GraphShape(8, is_shared=True)
+    assert shape_for(decode_plan(9, [([0, 2], 16)])) == GraphShape(16, is_shared=True)
+    assert shape_for(decode_plan(17, [([0, 2], 16)])) == GraphShape(20, is_shared=True)
     assert shape_for(decode_plan(21, [([0, 2], 16)])) is None
     longer = plan_of([1, 2], [5, 2])
-    assert shape_for(longer) == GraphShape(8, 32)
+    assert shape_for(longer) == GraphShape(0, 8, 32)
     longer.samples[0] = False
-    assert shape_for(longer) == GraphShape(8, 32)
+    assert shape_for(longer) == GraphShape(0, 8, 32)
 
 
 def test_a_replay_sees_its_own_plan_s_shared_prefixes(graphs):
     shape, rows = run(graphs, decode_plan(10, [([1, 4], 12), ([0, 2, 3], 16)]))
-    assert shape == GraphShape(16, 16, True)
+    assert shape == GraphShape(16, is_shared=True)
     for row in range(16):
         token, kv_len, length, mates, tiles = rows[row]
         want = {0: (16, 3), 1: (12, 2), 2: (16, 3), 3: (16, 3), 4: (12, 2)}.get(row, (0, 0))
@@ -109,7 +109,7 @@ def test_a_replay_sees_its_own_plan_s_shared_prefixes(graphs):
     _, rows = run(graphs, decode_plan(16, [(range(2, 16), 8)]))  # nothing stays of the step before
     assert [row[2:] for row in rows] == [[0, 0, 1]] * 2 + [[8, 14, 1]] * 14
     shape, rows = run(graphs, decode_plan(10))
-    assert shape == GraphShape(16, 16) and {row[4] for row in rows} == {-1}
+    assert shape == GraphShape(16) and {row[4] for row in rows} == {-1}
 
 
 def test_more_groups_than_tiles(graphs):

@@ -78,7 +78,7 @@ def test_scored_rows_follow_the_sampled_ones(inputs):
 
 def test_padding_of_a_decode_graph_writes_nowhere(inputs):
     plan = make_plan([(1, 2, [FROM_DEVICE])], [(1, 0, 1)])
-    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(4, 4))
+    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(4))
     meta = step.meta
     assert meta.num_rows == meta.num_decode_rows == meta.num_tokens == 4
     assert step.tokens.tolist() == [-1, 0, 0, 0]  # minus the slot: the graph fills it in
@@ -94,7 +94,7 @@ def test_padding_of_a_decode_graph_writes_nowhere(inputs):
 
 def test_padding_of_a_short_prefill_graph(inputs):
     plan = make_plan([(2, 1, [9]), (1, 2, [5, 6, 7])], [(1, 0, 1), (1, 1, 3), (2, 0, 4)])
-    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(3, 8))
+    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(0, 3, 8))
     meta = step.meta
     assert (meta.num_rows, meta.num_decode_rows, meta.num_tokens) == (3, 0, 8)
     assert step.tokens.tolist() == [9, 5, 6, 7, 0, 0, 0, 0]
@@ -144,3 +144,23 @@ def test_groups_whose_tiles_do_not_fit_are_left_out():
     rows, lens, row_lens = tile(groups, 1)
     assert rows == [[7, 8, -1, -1]] and lens == [32]
     assert row_lens == [0] * 7 + [32, 32, 0]
+
+
+def test_padding_between_decode_rows_and_chunks(inputs):
+    plan = make_plan(
+        [(2, 1, [9]), (1, 2, [5, 6, 7]), (3, 0, [8, 4])],
+        [(1, 0, 1), (1, 1, 3), (2, 0, 4), (3, 0, 5)],
+    )
+    step = inputs.stage(plan, SlotTable(5, 100), GraphShape(3, 3, 7))
+    meta = step.meta
+    assert (meta.num_rows, meta.num_decode_rows, meta.num_tokens) == (6, 3, 10)
+    assert step.tokens.tolist() == [9, 0, 0, 5, 6, 7, 8, 4, 0, 0]
+    assert meta.qo_indptr.tolist() == [0, 1, 2, 3, 6, 8, 8]
+    assert meta.kv_lens.tolist() == [2, 0, 0, 5, 2, 0]
+    assert meta.slots.tolist() == [2, 0, 0, 1, 3, 0]
+    assert meta.out_slots.tolist() == [17, -1, -1, 6, 7, 12, 20, 21, -1, -1]
+    assert meta.positions.tolist() == [1, 0, 0, 2, 3, 4, 0, 1, 0, 0]
+    assert meta.logit_tokens.tolist() == [0, 5, 7, 0, 0, 0]
+    assert meta.kv_lens_cpu.tolist() == meta.kv_lens.tolist()
+    assert meta.qo_indptr_cpu.tolist() == meta.qo_indptr.tolist()
+    assert step.sample_slots.tolist() == [2, 1, 3]
