@@ -352,9 +352,12 @@ struct Layer {
 // A page of [page_size, num_kv_heads, head_dim] elements, page_size a multiple of 16, is kept in the
 // order in which `multiply` reads it, so that attention streams through it: per kv head, keys as
 // [page_size / 16][words][16] words (a word is of one token), values as
-// [page_size / per word][head_dim] words (a word is of one dimension).
+// [page_size / per word][head_dim] words (a word is of one dimension). Pages of other sizes are kept
+// as they are; attention copies their tokens into chunks.
 
 constexpr int CHUNK = LANES;  // tokens
+
+inline bool packs_pages(int64_t page_size) { return page_size % CHUNK == 0; }
 
 // Elements from the pool's first to the first of 16 tokens of a head.
 inline int64_t chunk_at(int64_t page, int64_t page_size, int64_t offset, int64_t head,
@@ -399,6 +402,12 @@ void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positi
     if (slot < 0) continue;
     const int64_t page = slot / page_size, offset = slot % page_size;
     const T *k = row + layer.num_heads * dim, *v = row + num_rotated * dim;
+    if (!packs_pages(page_size)) {
+      const int64_t width = layer.num_kv_heads * dim;
+      std::memcpy(k_cache + slot * width, k, width * sizeof(T));
+      std::memcpy(v_cache + slot * width, v, width * sizeof(T));
+      continue;
+    }
     for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
       const int64_t at = chunk_at(page, page_size, offset, head, layer);
       put_key(k_cache + at, offset % CHUNK, k + head * dim, dim);
@@ -515,7 +524,8 @@ class Attention {
             const T* v, T* out)
       : batch_(batch), layer_(layer), q_(q), q_stride_(q_stride), k_(k), v_(v), out_(out),
         group_(layer.num_heads / layer.num_kv_heads), dim_(layer.head_dim),
-        words_(layer.head_dim / PER_WORD<T>) {}
+        words_(layer.head_dim / PER_WORD<T>),
+        head_stride_(dim_ * (packs_pages(batch.page_size) ? batch.page_size : SPLIT)) {}
 
   void run() {
     static thread_local std::vector<Task> own_tasks, own_merges;
@@ -537,6 +547,7 @@ class Attention {
   // A thread's working memory, kept from call to call.
   struct Scratch {
     std::vector<uint32_t> queries, last_value;
+    std::vector<T> copied_keys, copied_values;
     std::vector<float> scores, state, next;
     const T *keys[SPLIT / CHUNK], *values[SPLIT / CHUNK];  // chunks of the task's first head
   };
@@ -654,6 +665,7 @@ class Attention {
 
   void find_chunks(const Task& task, int64_t begin, int num_keys, Scratch& scratch) const {
     const int32_t* table = batch_.block_table + batch_.slots[task.row] * batch_.table_stride;
+    if (!packs_pages(batch_.page_size)) return copy_chunks(task, table, begin, num_keys, scratch);
     for (int64_t i = 0; i < num_keys; i += CHUNK) {
       const int64_t page = table[(begin + i) / batch_.page_size];
       const int64_t offset = (begin + i) % batch_.page_size;
@@ -663,9 +675,28 @@ class Attention {
     }
   }
 
+  void copy_chunks(const Task& task, const int32_t* table, int64_t begin, int num_keys,
+                   Scratch& scratch) const {
+    scratch.copied_keys.resize(task.num_kv_heads * head_stride_);
+    scratch.copied_values.resize(task.num_kv_heads * head_stride_);
+    for (int64_t i = 0; i < num_keys; ++i) {
+      const int64_t slot =
+          table[(begin + i) / batch_.page_size] * batch_.page_size + (begin + i) % batch_.page_size;
+      const int64_t from = (slot * layer_.num_kv_heads + task.kv_head) * dim_;
+      T* keys = &scratch.copied_keys[i / CHUNK * CHUNK * dim_];
+      T* values = &scratch.copied_values[i / CHUNK * CHUNK * dim_];
+      scratch.keys[i / CHUNK] = keys;
+      scratch.values[i / CHUNK] = values;
+      for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+        put_key(keys + head * head_stride_, i % CHUNK, k_ + from + head * dim_, dim_);
+        put_value(values + head * head_stride_, i % CHUNK, v_ + from + head * dim_, dim_);
+      }
+    }
+  }
+
   // The same chunk of another of the task's heads.
   const uint32_t* of_head(const T* chunk, int64_t head) const {
-    return reinterpret_cast<const uint32_t*>(chunk + head * batch_.page_size * dim_);
+    return reinterpret_cast<const uint32_t*>(chunk + head * head_stride_);
   }
 
   // scores[row][key] = q k
@@ -782,7 +813,7 @@ class Attention {
   int64_t q_stride_;
   const T *k_, *v_;
   T* out_;
-  int64_t group_, dim_, words_;
+  int64_t group_, dim_, words_, head_stride_;
 };
 
 // ---- A decoder layer ----------------------------------------------------------------------------

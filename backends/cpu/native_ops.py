@@ -1,7 +1,7 @@
 """The ops of kernels.cpp, called through ctypes, which frees the GIL while they run.
 
 bfloat16 and float32 on processors with AVX-512; what the kernels do not cover (float16, odd
-shapes, pages of fewer than 16 tokens) is left to plain torch, whose ops this provider inherits.
+shapes) is left to plain torch, whose ops this provider inherits.
 
 Runs on: gpu.
 """
@@ -143,10 +143,10 @@ class AttentionLayer:
     """An AttentionSpec and its cache as the kernels read them, made once for all calls of a layer.
 
     Attributes:
-        packs: whether the kernels serve the cache that was seen last.
+        is_served: whether the kernels serve the cache that was seen last.
     """
 
-    __slots__ = ("_kept", "address", "k", "k_ptr", "packs", "struct", "v_ptr")
+    __slots__ = ("_kept", "address", "is_served", "k", "k_ptr", "struct", "v_ptr")
 
     def __init__(self, spec: AttentionSpec) -> None:
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
@@ -180,7 +180,7 @@ class AttentionLayer:
 
     def see(self, cache: LayerCache) -> None:
         """Remember a cache's addresses."""
-        self.k, self.packs = cache.k, packs_pages(cache)
+        self.k, self.is_served = cache.k, serves(cache)
         self.k_ptr, self.v_ptr = cache.k.data_ptr(), cache.v.data_ptr()
 
 
@@ -376,7 +376,7 @@ class NativeOps(TorchOps):
     ) -> Tensor:
         """Norms, rotation and the cache write in one call; q is a view of qkv."""
         layer = self._layer(spec, cache)
-        if not layer.packs:
+        if not layer.is_served:
             return super().write_qkv(qkv, meta, cache, spec, rope, q_norm, k_norm, eps)
         dtype = cache.k.dtype
         if qkv.dtype is not dtype or qkv.stride(1) != 1:
@@ -401,7 +401,7 @@ class NativeOps(TorchOps):
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """Reads pages in place; a row's result does not depend on the batch or on chunks."""
         layer = self._layer(spec, cache)
-        if not layer.packs:
+        if not layer.is_served:
             _log_plain_attention(cache.k.shape[1:], cache.k.dtype)
             return super().attend(q, meta, cache, spec)
         dtype = cache.k.dtype
@@ -441,7 +441,7 @@ class NativeOps(TorchOps):
             attention.see(cache)
         dtype = residual.dtype
         if not (
-            attention.packs
+            attention.is_served
             and block.dtype is dtype is cache.k.dtype
             and residual.is_contiguous()
             and (x is None or (x.dtype is dtype and x.is_contiguous()))
@@ -508,10 +508,15 @@ class NativeOps(TorchOps):
         return layer
 
 
+def serves(cache: LayerCache) -> bool:
+    """Whether the kernels read and write this cache; plain torch does the others."""
+    dim = cache.k.shape[3]
+    return dim % 16 == 0 and dim <= MAX_HEAD_DIM and cache.k.dtype in _SUFFIXES
+
+
 def packs_pages(cache: LayerCache) -> bool:
-    """Whether the kernels keep this cache, in their order; plain torch keeps the others."""
-    _, page_size, _, dim = cache.k.shape
-    return not (page_size % 16 or dim % 16 or dim > MAX_HEAD_DIM or cache.k.dtype not in _SUFFIXES)
+    """Whether pages are kept in the kernels' order, which is fastest; the others are NHD."""
+    return serves(cache) and cache.k.shape[1] % 16 == 0
 
 
 @functools.cache
@@ -519,7 +524,7 @@ def _log_plain_attention(page_shape: torch.Size, dtype: torch.dtype) -> None:
     """Once: it is many times slower."""
     logger.warning(
         "attention over pages [page_size, num_kv_heads, head_dim] = %s in %s runs in plain torch; "
-        "the kernels want multiples of 16 tokens and dimensions, in bfloat16 or float32",
+        "the kernels want a multiple of 16 dimensions, in bfloat16 or float32",
         list(page_shape),
         dtype,
     )

@@ -247,18 +247,25 @@ def test_attention_gives_the_same_bits_on_any_number_of_threads_and_page_size():
         assert torch.equal(NATIVE.attend(*call), want)
     finally:
         torch.set_num_threads(before)
-    halves = inputs.meta.block_table.clamp(max=2**20)[..., None] * 2 + torch.arange(2)
-    meta = replace(inputs.meta, page_size=16, block_table=halves.flatten(1).int(), plans={})
-    cache = NATIVE.from_nhd(LayerCache(*(x.view(-1, 16, 3, 64) for x in inputs.cache)))
-    assert torch.equal(NATIVE.attend(inputs.q, meta, cache, inputs.spec), want)
+    for page_size in (16, 8, 1):
+        parts = 32 // page_size
+        table = inputs.meta.block_table.clamp(max=2**20)[..., None] * parts + torch.arange(parts)
+        meta = replace(
+            inputs.meta, page_size=page_size, block_table=table.flatten(1).int(), plans={}
+        )
+        cache = LayerCache(*(x.view(-1, page_size, 3, 64) for x in inputs.cache))
+        got = NATIVE.attend(inputs.q, meta, NATIVE.from_nhd(cache), inputs.spec)
+        assert torch.equal(got, want)
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_layout_there_and_back(dtype):
-    cache = LayerCache(*torch.randn(2, 5, 32, 3, 48).to(dtype))
+@pytest.mark.parametrize("page_size", [32, 8])
+def test_layout_there_and_back(dtype, page_size):
+    cache = LayerCache(*torch.randn(2, 5, page_size, 3, 48).to(dtype))
     kept = NATIVE.from_nhd(cache)
-    assert (dtype == torch.float16) == torch.equal(kept.k, cache.k)
+    is_nhd = dtype == torch.float16 or page_size == 8
+    assert is_nhd == torch.equal(kept.k, cache.k)
     assert all(torch.equal(a, b) for a, b in zip(NATIVE.to_nhd(kept), cache, strict=True))
 
 
