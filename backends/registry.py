@@ -9,7 +9,7 @@ Runs on: any (pure).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -19,7 +19,9 @@ from .api import BackendError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from .api import DeviceRuntime, Ops, Provider
+    import torch
+
+    from .api import AttentionSpec, DeviceRuntime, Ops, Provider
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ class Backend:
     runtime: DeviceRuntime
     ops: Ops
     choices: Mapping[str, Choice]
+    providers: tuple[Provider, ...]  # those that were chosen for an op
+
+    def warm(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int) -> None:
+        """Have the providers compile what steps with such attention layers need."""
+        specs = tuple(specs)
+        for provider in self.providers:
+            if hasattr(provider, "warm"):
+                provider.warm(specs, dtype, page_size, self.runtime.device)
 
 
 class Row(NamedTuple):
@@ -167,7 +177,9 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
         if whole is not None:
             methods[op] = getattr(whole, op)
             choices[op] = Choice(op, whole.name, {})
-    return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices)
+    used = {choice.provider for choice in choices.values()}
+    chosen = tuple(provider for provider in providers if provider.name in used)
+    return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices, chosen)
 
 
 def _layout(provider: Provider) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,14 +99,19 @@ class Builder:
         dtype = (
             runtime.default_dtype(saved) if config.dtype == "auto" else getattr(torch, config.dtype)
         )
+        is_cpu = runtime.device.type == "cpu"
+        page_size = config.page_size or runtime.default_page_size
         with self._phase("weights"):
+            executor = ThreadPoolExecutor(1)
             model = Decoder(
                 self.files.config, backend.ops, runtime.device, dtype, self.max_model_len
             )
+            # Kernels compile meanwhile, in threads that do not hold the GIL.
+            kinds = {(s.window, s.softcap, s.head_dim): s for s in model.attention_specs}
+            warming = executor.submit(backend.warm, kinds.values(), dtype, page_size)
             model.load(self._weights(model, runtime.device, dtype))
             runtime.synchronize()
-        is_cpu = runtime.device.type == "cpu"
-        page_size = config.page_size or runtime.default_page_size
+            executor.shutdown(wait=False)
         max_running = config.max_running_requests
         chunk = config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
         max_step_tokens = chunk + max_running
@@ -126,14 +132,18 @@ class Builder:
         working_bytes, cost = 0, StepCost()
         if not is_cpu:
             with self._phase("warm-up"):
+                warming.result()
                 chunk = min(chunk, max_pages * page_size)
-                working_bytes = make_runner(2 + chunk // page_size).measure(chunk, cost)
+                working_bytes = make_runner(2 + chunk // page_size).measure(chunk)
         with self._phase("kv pool"):
             tokens = self._pool_tokens(runtime, model, dtype, working_bytes)
             runner = make_runner(1 + tokens // page_size)
         if runtime.has_graphs and not config.disable_graphs:
             with self._phase("graphs"):
                 runner.capture(min(max_running, MAX_GRAPH_ROWS), chunk)
+        if not is_cpu:
+            with self._phase("calibration"):
+                runner.calibrate(min(chunk, tokens - page_size), cost)
         scheduler = Scheduler(
             num_pages=1 + tokens // page_size,
             page_size=page_size,

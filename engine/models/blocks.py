@@ -348,9 +348,14 @@ class Decoder:
             )
 
     @property
+    def attention_specs(self) -> list[AttentionSpec]:
+        """What each layer's attention does."""
+        return [layer.attention.spec for layer in self._layers]
+
+    @property
     def kv_spec(self) -> list[tuple[int, int]]:
         """(num_kv_heads, head_dim) of each layer."""
-        return [(s.num_kv_heads, s.head_dim) for s in (x.attention.spec for x in self._layers)]
+        return [(s.num_kv_heads, s.head_dim) for s in self.attention_specs]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take all tensors, in any order; each is copied or packed before the next is asked for.

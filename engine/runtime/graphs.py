@@ -119,15 +119,15 @@ class StepGraphs:
         return self._logits[shape]
 
 
-def chunk_plan(num_tokens: int, page_size: int) -> StepPlan:
-    """One row of slot 0 with this many tokens, in the pages 0, 1, ... of an unused pool."""
+def chunk_plan(num_tokens: int, page_size: int, context: int = 0) -> StepPlan:
+    """One row of slot 0: tokens after a context, in the pages 0, 1, ... of an unused pool."""
     one = np.ones(1, np.int32)
-    pages = np.arange(-(-num_tokens // page_size), dtype=np.int32)
+    pages = np.arange(-(-(context + num_tokens) // page_size), dtype=np.int32)
     return StepPlan(
         step=0,
         slots=np.zeros(1, np.int32),
         q_lens=one * num_tokens,
-        kv_lens=one * num_tokens,
+        kv_lens=one * (context + num_tokens),
         num_decode_rows=int(num_tokens == 1),
         tokens=np.zeros(num_tokens, np.int32),
         samples=np.ones(1, bool),

@@ -110,22 +110,29 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def measure(self, num_tokens: int, cost: StepCost) -> int:
+    def measure(self, num_tokens: int) -> int:
         """Bytes of working memory that a step of one chunk takes beside weights and KV pool.
 
-        It runs chunks of several sizes, which also compiles and loads the kernels that they need,
-        and tells `cost` how long they took.
+        It runs such a step, which also compiles and loads the kernels that it needs.
         """
         device = self.runtime.device
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
-        sizes = [num_tokens, -(-num_tokens // 4), -(-num_tokens // 16)]
-        for i, n in enumerate(sizes[:1] + sizes):
-            step = self.launch(chunk_plan(n, self.inputs.page_size))
-            step.wait()
-            if i:  # the first compiles
-                cost.observe(n, pairs_of(n, 0), step.device_s)
+        self.launch(chunk_plan(num_tokens, self.inputs.page_size)).wait()
         return torch.accelerator.max_memory_allocated(device) - before
+
+    def calibrate(self, num_tokens: int, cost: StepCost) -> None:
+        """Tell `cost` how long chunks of several sizes and contexts take, up to num_tokens.
+
+        It writes to the pool's first pages, which nobody owns yet.
+        """
+        sizes = [(n, 0) for n in (128, 512, 1024, 2048, 4096) if n <= num_tokens]
+        sizes += [(n // 4, n - n // 4) for n, _ in sizes[-2:]]
+        for n, context in sizes:
+            for _ in range(2):  # the first loads what it needs
+                step = self.launch(chunk_plan(n, self.inputs.page_size, context))
+                step.wait()
+            cost.observe(n, pairs_of(n, context), step.device_s)
 
     @torch.inference_mode()
     def capture(self, max_rows: int, max_tokens: int) -> None:
