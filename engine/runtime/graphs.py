@@ -1,7 +1,8 @@
 """Steps as captured graphs: one launch instead of hundreds.
 
 Decode steps are captured for a few batch sizes, for fewer once more with shared prefixes; steps
-with chunks of prompts for a few token counts beside a few batch sizes. A smaller step is padded.
+with chunks of prompts for a few token counts, alone and beside a few batch sizes (these with
+shared prefixes, for there a pass over none is not felt). A smaller step is padded.
 Inputs lie at fixed addresses (see inputs.py), so a replay needs nothing but the staged copy
 before it.
 
@@ -64,7 +65,7 @@ class StepGraphs:
         self._chunk_shapes = sorted(
             [GraphShape(0, FEW_ROWS, n) for n in FEW_TOKENS if n <= max_tokens]
             + [GraphShape(0, CHUNK_ROWS, n) for n in chunks]
-            + [GraphShape(rows, CHUNK_ROWS, n) for rows in beside for n in chunks],
+            + [GraphShape(rows, CHUNK_ROWS, n, is_shared=True) for rows in beside for n in chunks],
             key=lambda shape: (shape.tokens, shape.rows),
         )
         self._replays: dict[GraphShape, Callable[[], None]] = {}
@@ -95,8 +96,8 @@ class StepGraphs:
         rows, tokens = plan.num_rows, plan.num_tokens
         if plan.score_tokens:
             return None
+        is_shared = saves_by_sharing(plan)
         if plan.num_decode_rows == rows and plan.samples.all():
-            is_shared = saves_by_sharing(plan)
             sizes = self._shared_sizes if is_shared else self._sizes
             at = bisect_left(sizes, rows)
             return GraphShape(sizes[at], is_shared=is_shared) if at < len(sizes) else None
@@ -104,6 +105,8 @@ class StepGraphs:
             return None
         decodes = plan.num_decode_rows
         for shape in self._chunk_shapes:
+            if is_shared and not shape.is_shared:
+                continue
             beside = decodes if shape.decode_rows else 0
             if (
                 shape.decode_rows >= beside

@@ -95,6 +95,17 @@ def test_plans_choose_their_graphs(graphs):
     assert shape_for(longer) == GraphShape(0, 8, 32)
     longer.samples[0] = False
     assert shape_for(longer) == GraphShape(0, 8, 32)
+    mixed = plan_of([1] * 12 + [8], [17] * 12 + [8])
+    assert shape_for(mixed) == GraphShape(0, 32, 64)
+    mixed.shared_groups = [(np.arange(12, dtype=np.int32), 16)]
+    assert shape_for(mixed) == GraphShape(20, 32, 64, is_shared=True)
+
+
+def test_shared_prefixes_beside_chunks(graphs):
+    shape, rows = run(graphs, plan_of([1] * 12 + [8], [17] * 12 + [24], [([1, 4, 11], 16)]))
+    assert shape == GraphShape(20, 32, 64, is_shared=True)
+    assert [row[1] for row in rows] == [17] * 12 + [0] * 8 + [24] + [0] * 31
+    assert [i for i, row in enumerate(rows) if row[2:4] == [16, 3]] == [1, 4, 11]
 
 
 def test_a_replay_sees_its_own_plan_s_shared_prefixes(graphs):
