@@ -37,6 +37,7 @@ CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the 
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 8192
 GPU_STEP_S = 0.036
+BACKLOG_STRETCH = 4.0
 MAX_GRAPH_ROWS = 512
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
@@ -153,6 +154,7 @@ class Builder:
             use_radix=not config.disable_radix_cache,
             conservativeness=config.schedule_conservativeness,
             max_step_s=self._max_step_s(is_cpu),
+            backlog_stretch=BACKLOG_STRETCH if config.max_step_ms is None else 1.0,
             prefill_decode_interval=config.prefill_decode_interval,
             cost=cost,
         )

@@ -74,7 +74,7 @@ class EngineConfig(BaseModel):
     max_step_ms: float | None = option(
         None,
         "while streams run, prompts are cut so that a step takes no longer than this "
-        "(default: 36 on a GPU, no limit on a CPU)",
+        "(default: 36 on a GPU, more while many requests wait; no limit on a CPU)",
         "scheduling",
         gt=0,
     )

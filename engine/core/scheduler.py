@@ -58,6 +58,7 @@ FLOOR_SHARE = 0.14
 DECAY_STEPS = 600
 STEPS_AFTER_RETRACTION = 20
 
+FULL_BACKLOG = 16  # waiting requests at which steps are stretched most
 COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all others, each
 
 MIN_SHARED = 256  # tokens that decode rows must share to be told to the runner
@@ -91,6 +92,8 @@ class Scheduler:
         conservativeness: above 1 admits fewer requests, so that fewer are retracted.
         policy: the order in which waiting requests are tried.
         max_step_s: while streams run, chunks are cut so that a step takes no longer than this.
+        backlog_stretch: how many times max_step_s a step may take when many requests wait: then
+            they lose more by short chunks than the running streams gain.
         prefill_decode_interval: while streams run, so many steps without chunks after each with.
         cost: predicts a step's time; learns from the steps that it is told of.
     """
@@ -107,6 +110,7 @@ class Scheduler:
         conservativeness: float = 1.0,
         policy: Policy = fcfs,
         max_step_s: float | None = None,
+        backlog_stretch: float = 1.0,
         prefill_decode_interval: int = 0,
         cost: StepCost | None = None,
     ):
@@ -118,6 +122,7 @@ class Scheduler:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size)
         self.max_step_s = max_step_s
+        self.backlog_stretch = backlog_stretch
         self.prefill_decode_interval = prefill_decode_interval
         self.cost = cost or StepCost()
         self._policy = policy
@@ -287,7 +292,9 @@ class Scheduler:
             return StepBudget(num_tokens, None, 0.0)
         num_pairs = float(self._computed[decode].sum()) + len(decode)
         taken = self.cost.seconds(len(decode), num_pairs)
-        return StepBudget(num_tokens, self.cost, self.max_step_s - taken)
+        backlog = min(len(self._waiting) / FULL_BACKLOG, 1.0)
+        limit = self.max_step_s * (1 + (self.backlog_stretch - 1) * backlog)
+        return StepBudget(num_tokens, self.cost, limit - taken)
 
     def _plan_chunks(self, budget: StepBudget) -> list[tuple[int, int]]:
         """(slot, q_len) of running requests with more than a token to compute, oldest first."""

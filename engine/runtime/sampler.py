@@ -65,7 +65,7 @@ class Sampled:
 
     Attributes:
         tokens: int32 [num_samples].
-        is_finite: bool [num_samples].
+        is_finite: bool [num_samples], of the logits that were drawn from.
         logprob_rows: which of the samples have log-probabilities (host indices).
     """
 
@@ -114,7 +114,6 @@ class Sampler:
                 the token that is drawn.
         """
         table = self.table
-        is_finite = logits.amax(-1).isfinite()
         logprob_rows = np.flatnonzero(table.num_logprobs[slots] >= 0)
         own = None
         if len(logprob_rows):
@@ -129,7 +128,7 @@ class Sampler:
             ids, values = self._bias[int(slots[row])]
             logits[int(row)].index_add_(0, ids, values)
 
-        tokens = self._ops.sample(logits, rows)
+        tokens, is_finite = self._ops.sample(logits, rows)
         if len(penalised):
             self._penalties.count(tokens[self._index(penalised)], slots[penalised])
         logprobs = None

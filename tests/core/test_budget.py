@@ -127,3 +127,17 @@ def test_an_untimed_device_teaches_nothing():
     scheduler.handle(add(1, 100, 50))
     run(scheduler, 30, is_timed=False)
     assert not scheduler.cost.is_known
+
+
+def test_steps_are_stretched_while_many_wait():
+    def largest(num_waiting, **options):
+        scheduler = make_scheduler(max_step_s=0.04, cost=learnt(), **options)
+        scheduler.handle(add(1, 8, 500))
+        run(scheduler, 3)
+        for i in range(num_waiting):
+            scheduler.handle(add(2 + i, 4000, 4))
+        return run(scheduler, 1)[0][0]
+
+    assert largest(1) == largest(30) < 2000
+    assert largest(1, backlog_stretch=4.0) < 2200
+    assert 6000 < largest(30, backlog_stretch=4.0) < 8192
