@@ -245,10 +245,14 @@ class Ops(Protocol):
             The layer's output [num_tokens, hidden], not yet added to the residual.
         """
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """One token a row, int32 [rows], of logits float32 [rows, vocab] (may be overwritten).
+    def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """One token a row of logits float32 [rows, vocab] (may be overwritten).
 
         The rules, ties included, are those of `ReferenceOps.sample`.
+
+        Returns:
+            Tokens int32 [rows], some token where the logits are broken; and bool [rows], whether
+            the largest logit is finite and none is NaN.
         """
 
 

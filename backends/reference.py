@@ -168,7 +168,7 @@ class ReferenceOps:
         x = self.linear(x, w.down)
         return x if w.mlp_out_norm is None else self.rms_norm(x, w.mlp_out_norm, eps)
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Greedy rows take the likeliest token, of equals the lowest id. For the others
 
         1. p = softmax(logits / temperature);
@@ -182,9 +182,10 @@ class ReferenceOps:
         The filters are thresholds on p, so no provider needs a stable sort, and the choice
         depends on nothing but the row.
         """
+        is_finite = logits.amax(-1).isfinite()  # amax passes NaN on
         greedy = logits.argmax(-1)
         if rows.all_greedy:
-            return greedy.int()
+            return greedy.int(), is_finite
         is_greedy = rows.temperature == 0
         temperature = rows.temperature.double().masked_fill(is_greedy, 1.0)
         p = torch.softmax(logits.double() / temperature[:, None], dim=-1)
@@ -199,7 +200,7 @@ class ReferenceOps:
         target = uniform(rows.seeds, rows.positions).double() * cumulative[:, -1]
         token = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
         token.clamp_(max=logits.shape[1] - 1)  # NaN logits only; the runner reports those
-        return torch.where(is_greedy, greedy, token).int()
+        return torch.where(is_greedy, greedy, token).int(), is_finite
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -488,16 +488,17 @@ class NativeOps(TorchOps):
         k, v = k.permute(0, 2, 4, 1, 3, 5), v.permute(0, 2, 4, 1, 3)
         return LayerCache(k.reshape(cache.k.shape), v.reshape(cache.v.shape))
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Sorts only the logits near the largest, and those only for rows with filters."""
         if logits.dtype is not torch.float32 or not logits.is_contiguous():
             logits = logits.float().contiguous()
         num_rows, vocab = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int32)
+        is_finite = logits.amax(-1).isfinite()  # first: the kernel overwrites logits
         columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
         pointers = [column.data_ptr() for column in columns]
         self._sample(logits.data_ptr(), num_rows, vocab, *pointers, tokens.data_ptr())
-        return tokens
+        return tokens, is_finite
 
     def _layer(self, spec: AttentionSpec, cache: LayerCache) -> AttentionLayer:
         layer = self._layers.get(id(spec))

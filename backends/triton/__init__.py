@@ -79,6 +79,6 @@ class TritonOps:
         """See `fused.gelu_and_mul`."""
         return fused.gelu_and_mul(x)
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """See `sampling.sample`."""
         return sampling.sample(logits, rows)

@@ -175,6 +175,7 @@ def _threshold(
 def _sample(
     logits_ptr,
     tokens_ptr,
+    is_finite_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -201,16 +202,20 @@ def _sample(
     c = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
+    is_nan = tl.zeros([BLOCK], tl.int1)
     for start in range(0, vocab, BLOCK):
         x = tl.load(logits_ptr + start + c, mask=start + c < vocab, other=float("-inf"))
+        is_nan = is_nan | (x != x)
         at = tl.where(x > best, start + c, at)
         best = tl.where(x > best, x, best)
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, at, vocab), 0)
     token = tl.where(token < vocab, token, 0)
+    is_top_finite = (top > float("-inf")) & (top < float("inf"))
+    tl.store(is_finite_ptr + row, is_top_finite & (tl.max(is_nan.to(tl.int32), 0) == 0))
     if not ALL_GREEDY:
         temperature = tl.load(temperature_ptr + row)
-        if (temperature > 0) & (top > float("-inf")) & (top < float("inf")):
+        if (temperature > 0) & is_top_finite:
             inverse = 1.0 / temperature
             floor = top - RANGE * temperature
             candidates_ptr += row * MAX_CANDIDATES
@@ -259,11 +264,12 @@ def _sample(
     tl.store(tokens_ptr + row, token)
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """One token a row, int32 [rows], by the rules of `ReferenceOps.sample`; logits stay."""
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Tokens by the rules of `ReferenceOps.sample`, and whether each row is sound; logits stay."""
     assert logits.stride(1) == 1 and logits.dtype == torch.float32
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     num_blocks = triton.cdiv(vocab, BLOCK)
     has_search = not rows.all_greedy and (rows.has_top_k or rows.has_top_p)
     candidates = logits.new_empty(num_rows, MAX_CANDIDATES) if has_search else logits
@@ -271,6 +277,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     _sample[(num_rows,)](
         logits,
         tokens,
+        is_finite,
         rows.temperature,
         rows.top_k,
         rows.top_p,
@@ -293,4 +300,4 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         BLOCK_SUMS=triton.next_power_of_2(num_blocks),
         num_warps=NUM_WARPS,
     )
-    return tokens
+    return tokens, is_finite

@@ -187,9 +187,10 @@ def test_greedy_takes_the_lowest_of_equals(target):
     logits[4] = -math.inf
     logits[4, 1234] = -5.0
     rows = sampling_rows([(0, 0, 1, 0)] * 5, 3001, target.device)
-    tokens = sample(logits, rows)
-    assert tokens.dtype == torch.int32
+    tokens, is_finite = sample(logits, rows)
+    assert tokens.dtype == torch.int32 and is_finite.dtype == torch.bool
     assert tokens.tolist() == [7, 3000, 0, 0, 1234]
+    assert is_finite.all()
 
 
 PARAMS = [
@@ -229,7 +230,7 @@ def test_sample_follows_the_rules(target, vocab):
         logits = randn(len(PARAMS), vocab, seed=seed) * (1 + seed)
         params = [(t, min(k, vocab), p, m) for t, k, p, m in PARAMS]
         rows = sampling_rows(params, vocab, target.device, seed)
-        tokens = sample(logits.clone().to(target.device), rows).tolist()
+        tokens = sample(logits.clone().to(target.device), rows)[0].tolist()
         u = uniform(rows.seeds, rows.positions).double().tolist()
         for row, (temperature, top_k, top_p, min_p) in enumerate(params):
             if temperature == 0:
@@ -249,11 +250,11 @@ def test_sample_does_not_depend_on_the_batch(target):
     vocab = 5000
     logits = randn(len(PARAMS), vocab, device=target.device)
     rows = sampling_rows(PARAMS, vocab, target.device)
-    together = sample(logits.clone(), rows).tolist()
+    together = sample(logits.clone(), rows)[0].tolist()
     for row, param in enumerate(PARAMS):
         one = sampling_rows([param], vocab, target.device)
         one.seeds, one.positions = rows.seeds[row : row + 1], rows.positions[row : row + 1]
-        assert sample(logits[row : row + 1].clone(), one).tolist() == [together[row]]
+        assert sample(logits[row : row + 1].clone(), one)[0].tolist() == [together[row]]
 
 
 def test_sample_draws_the_distribution(target):
@@ -263,21 +264,25 @@ def test_sample_draws_the_distribution(target):
     rows = sampling_rows([(1.0, 0, 1.0, 0.0)] * n, 5, target.device)
     rows.seeds = torch.arange(n, device=target.device) // 64  # neighbouring seeds and positions
     rows.positions = (torch.arange(n, device=target.device) % 64).int()
-    counts = torch.bincount(sample(logits, rows).long().cpu(), minlength=5) / n
+    counts = torch.bincount(sample(logits, rows)[0].long().cpu(), minlength=5) / n
     assert (counts - p).abs().max() < 4 * (0.25 / n) ** 0.5
     assert counts[1] == 0
 
 
-def test_sample_survives_broken_logits(target):
+def test_sample_survives_broken_logits_and_tells(target):
     sample = target.require("sample")
-    logits = randn(4, 100, device=target.device)
+    logits = randn(6, 100, device=target.device)
     logits[0, 5] = math.nan
     logits[1] = -math.inf
     logits[2] = math.nan
-    for params in ([(1.0, 0, 1.0, 0.0)] * 4, [(0.0, 0, 1.0, 0.0)] * 4, [(1.0, 9, 0.9, 0.1)] * 4):
+    logits[4, 99] = math.inf
+    logits[5, :99] = -math.inf
+    for params in ([(1.0, 0, 1.0, 0.0)] * 6, [(0.0, 0, 1.0, 0.0)] * 6, [(1.0, 9, 0.9, 0.1)] * 6):
         rows = sampling_rows(params, 100, target.device)
-        together = sample(logits.clone(), rows).tolist()
+        tokens, is_finite = sample(logits.clone(), rows)
+        together = tokens.tolist()
         assert all(0 <= token < 100 for token in together)
-        alone = sampling_rows(params[3:], 100, target.device)
-        alone.seeds, alone.positions = rows.seeds[3:], rows.positions[3:]
-        assert sample(logits[3:].clone(), alone).tolist() == together[3:]
+        assert is_finite.tolist() == [False, False, False, True, False, True]
+        alone = sampling_rows(params[3:4], 100, target.device)
+        alone.seeds, alone.positions = rows.seeds[3:4], rows.positions[3:4]
+        assert sample(logits[3:4].clone(), alone)[0].tolist() == together[3:4]
