@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .arch import current_arch
 
-MAX_ROWS = 8
+MAX_ROWS = 8  # that choose_tile gives the kernel
 
 
 class Tile(NamedTuple):
@@ -174,7 +174,7 @@ def linear(
     """out = f(norm(x) weight^T + bias), or out += that where `add`; returns out.
 
     Args:
-        x: [rows, in], at most MAX_ROWS rows, of the weight's type.
+        x: [rows, in], at most 16 rows, of the weight's type.
         weight: [out, in]; [2 * out, in] where gated, the gate's half first.
         out: [rows, out], of any floating type.
         norm: [in] the weight of an RMS norm of x.
@@ -183,7 +183,7 @@ def linear(
     num_rows, num_in = x.shape
     num_out = out.shape[1]
     assert x.stride(1) == 1 and out.stride(1) == 1 and weight.is_contiguous()
-    assert weight.shape == (num_out * (2 if gate else 1), num_in) and num_rows <= MAX_ROWS
+    assert weight.shape == (num_out * (2 if gate else 1), num_in) and num_rows <= 16
     stage_bytes = tile.block_out * tile.block_in * weight.element_size() * (2 if gate else 1)
     _linear[(triton.cdiv(num_out, tile.block_out),)](
         x,
