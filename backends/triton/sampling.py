@@ -65,34 +65,56 @@ def _mass_from(
     logits_ptr, floor, top, inverse_temperature, vocab, sums_ptr, STORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the weights of logits >= floor; each block's sum to sums_ptr where STORE."""
+    """Sum of the weights of logits >= floor, and their number; each block's sum to sums_ptr
+    where STORE.
+    """
     total = 0.0
+    count = 0.0
     c = tl.arange(0, BLOCK)
     for start in range(0, vocab, BLOCK):
         x = tl.load(logits_ptr + start + c, mask=start + c < vocab, other=float("-inf"))
         w = tl.where(x >= floor, _weights(x, top, inverse_temperature), 0.0)
         mass = tl.sum(w, 0)
+        count += tl.sum((x >= floor).to(tl.float32), 0)
         if STORE:
             tl.store(sums_ptr + start // BLOCK, mass)
         total += mass
-    return total
+    return total, count
+
+
+@triton.jit
+def _below_kth(maxima, low, top, k):
+    """A logit that at least k are above, near the k-th largest; or low.
+
+    Args:
+        maxima: largest logits of disjoint sets: the k-th largest of these is not above that of all.
+    """
+    keys = _ordered(maxima).to(tl.int64)
+    key_low = _ordered(low).to(tl.int64)
+    key_high = _ordered(top).to(tl.int64)
+    while key_high - key_low > 1:  # no maximum is above key_high: less than k
+        middle = (key_low + key_high) >> 1
+        is_less = tl.sum((keys > middle).to(tl.int32), 0) < k
+        key_high = tl.where(is_less, middle, key_high)
+        key_low = tl.where(is_less, key_low, middle)
+    return _float_of(key_low.to(tl.int32))
 
 
 @triton.jit
 def _threshold(
-    logits_ptr, candidates_ptr, low, high, top, inverse_temperature, wanted, vocab,
+    logits_ptr, candidates_ptr, low, high, inside, top, inverse_temperature, wanted, vocab,
     BY_MASS: tl.constexpr, BLOCK: tl.constexpr, PIVOT_BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """The smallest logit above low whose strictly larger ones are (or weigh) less than `wanted`.
 
-    Returns low where even all of those above it are less.
+    Returns low where even all of those above it are less. `inside` is how many lie in (low, high],
+    or more; none lies above high.
     """
     p = tl.arange(0, PIVOTS)
     c = tl.arange(0, PIVOT_BLOCK)
     above_high = 0.0  # what lies above high: less than wanted
     count_high = 0.0
-    inside = MAX_CANDIDATES + 1.0  # how many lie in (low, high]
     passes = 0
     # 16 passes reach two neighbouring floats: 4, and 32 bits at 4 bits a pass, and a reserve.
     while (inside > MAX_CANDIDATES) & (passes < 16):
@@ -167,7 +189,7 @@ def _threshold(
             key_high = tl.where(is_less, middle, key_high)
             key_low = tl.where(is_less, key_low, middle)
         reached = tl.where((key <= key_high) & (i < gathered), x, float("-inf"))
-        threshold = tl.max(reached, 0)
+        threshold = tl.maximum(tl.max(reached, 0), low)
     return threshold
 
 
@@ -222,22 +244,26 @@ def _sample(
             if HAS_TOP_K:
                 top_k = tl.load(top_k_ptr + row)
                 if top_k < vocab:
+                    low = _below_kth(best, floor, top, top_k)
+                    _, inside = _mass_from(
+                        logits_ptr, low, top, inverse, vocab, sums_ptr, False, BLOCK
+                    )
                     floor = _threshold(
-                        logits_ptr, candidates_ptr, floor, top, top, inverse,
+                        logits_ptr, candidates_ptr, low, top, inside, top, inverse,
                         top_k.to(tl.float32), vocab,
                         False, BLOCK, PIVOT_BLOCK, PIVOTS, MAX_CANDIDATES,
                     )  # fmt: skip
             if HAS_TOP_P:
                 top_p = tl.load(top_p_ptr + row)
                 if top_p < 1:
-                    mass = _mass_from(
+                    mass, inside = _mass_from(
                         logits_ptr, floor, top, inverse, vocab, sums_ptr, False, BLOCK
                     )
                     # The float below, so that floor itself is found where top_p keeps it.
                     low = _float_of(_ordered(floor) - 1)
                     found = _threshold(
-                        logits_ptr, candidates_ptr, low, top, top, inverse, top_p * mass, vocab,
-                        True, BLOCK, PIVOT_BLOCK, PIVOTS, MAX_CANDIDATES,
+                        logits_ptr, candidates_ptr, low, top, inside, top, inverse, top_p * mass,
+                        vocab, True, BLOCK, PIVOT_BLOCK, PIVOTS, MAX_CANDIDATES,
                     )  # fmt: skip
                     floor = tl.maximum(floor, found)
             if HAS_MIN_P:
@@ -245,7 +271,7 @@ def _sample(
                 if min_p > 0:
                     floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
             sums_ptr += row * num_blocks
-            total = _mass_from(logits_ptr, floor, top, inverse, vocab, sums_ptr, True, BLOCK)
+            total, _ = _mass_from(logits_ptr, floor, top, inverse, vocab, sums_ptr, True, BLOCK)
             tl.debug_barrier()
             target = total * _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
             s = tl.arange(0, BLOCK_SUMS)

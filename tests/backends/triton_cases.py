@@ -260,16 +260,18 @@ def test_the_sampler_draws_the_contract_s_random_number():
 
 def test_thresholds_where_many_candidates_are_equal():
     """More ties than MAX_CANDIDATES, and a vocabulary that one pass of pivots cannot narrow."""
-    logits = torch.zeros(4, 6000)
+    logits = torch.zeros(5, 6000)
     logits[0, 7] = 1.0  # top-k 5: all the ties stay
     logits[1, :3000] = 1.0  # top-k 3000: the second half goes
     logits[2, :3000] = 1e-6  # nearly ties
     logits[3] = torch.linspace(-1, 1, 6000)
+    logits[4, [7, 7 + sampling.BLOCK]] = torch.tensor([5.0, 4.9])  # two that one lane reads
     params = [
         (1.0, 5, 1.0, 0.0),
         (1.0, 3000, 1.0, 0.0),
         (1.0, 2999, 1.0, 0.0),
         (1.0, 2500, 0.5, 0.0),
+        (1.0, 2, 1.0, 0.0),
     ]
     for seed in range(6):
         rows = sampling_rows(params, 6000, seed=seed)
