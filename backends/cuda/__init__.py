@@ -31,7 +31,7 @@ class CudaRuntime:
     name = "cuda"
     is_async = True
     has_graphs = True
-    default_page_size = 16
+    default_page_size = 64  # from 64 on, attention reads pages by tensor descriptors
     collectives = "nccl"
 
     def __init__(self, index: int = 0) -> None:

@@ -58,7 +58,7 @@ FLOOR_SHARE = 0.14
 DECAY_STEPS = 600
 STEPS_AFTER_RETRACTION = 20
 
-FULL_BACKLOG = 16  # waiting requests at which steps are stretched most
+FULL_BACKLOG = 32768  # waiting tokens, uncached as it seems, at which steps are stretched most
 COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all others, each
 
 MIN_SHARED = 256  # tokens that decode rows must share to be told to the runner
@@ -162,6 +162,7 @@ class Scheduler:
         self._shared_of: tuple[int, np.ndarray] = (-1, self._order)
         self._num_moves = 0  # times that a request's node changed
 
+        self._mean_new_tokens = 0.0  # that a request has to compute, a moving mean
         self._num_admissions = 0
         self._num_waiting_tokens = 0
         self._num_steps = 0
@@ -292,7 +293,7 @@ class Scheduler:
             return StepBudget(num_tokens, None, 0.0)
         num_pairs = float(self._computed[decode].sum()) + len(decode)
         taken = self.cost.seconds(len(decode), num_pairs)
-        backlog = min(len(self._waiting) / FULL_BACKLOG, 1.0)
+        backlog = min(len(self._waiting) * self._mean_new_tokens / FULL_BACKLOG, 1.0)
         limit = self.max_step_s * (1 + (self.backlog_stretch - 1) * backlog)
         return StepBudget(num_tokens, self.cost, limit - taken)
 
@@ -430,6 +431,7 @@ class Scheduler:
         request.slot = slot
         self._settle(request, node, num_matched)
         request.is_published = False
+        self._mean_new_tokens += 0.1 * (length - num_matched - self._mean_new_tokens)
         if request.num_cached < 0:
             request.num_cached = num_matched
             self._prompt_tokens += request.prompt_len

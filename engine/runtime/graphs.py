@@ -25,12 +25,12 @@ Forward = Callable[[Tensor, BatchMeta], Tensor]  # tokens and batch to logits [l
 SHARED_SIZES = (8, 16, 32, 64, 128, 256, 512)  # rows
 
 # Launching a step of chunks kernel by kernel takes the host some 25 ms, as long as the device
-# needs for a thousand tokens. Longer steps, and those over long contexts, hide it.
+# needs for a thousand tokens. Longer steps hide it.
 FEW_ROWS, FEW_TOKENS = 8, (32, 64, 128, 192, 256, 384, 512)
 CHUNK_ROWS = 32
 CHUNK_TOKENS = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
 BESIDE_ROWS = (64, 256)  # decode rows beside chunks
-MAX_CHUNK_CONTEXT = 8192
+FEW_CONTEXT = 2048  # a captured kernel splits its keys for the longest context that it may see
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -79,8 +79,8 @@ class StepGraphs:
             meta = step.meta
             # What a captured kernel must be able to do.
             meta.max_kv_len, meta.max_q_len = inputs.max_context, max(shape.chunk_tokens, 1)
-            if shape.chunk_rows:
-                meta.max_kv_len = min(meta.max_kv_len, MAX_CHUNK_CONTEXT)
+            if shape.chunk_rows == FEW_ROWS:
+                meta.max_kv_len = min(meta.max_kv_len, FEW_CONTEXT)
 
             def run(
                 shape: GraphShape = shape, tokens: Tensor = step.tokens, meta: BatchMeta = meta
@@ -101,13 +101,14 @@ class StepGraphs:
             sizes = self._shared_sizes if is_shared else self._sizes
             at = bisect_left(sizes, rows)
             return GraphShape(sizes[at], is_shared=is_shared) if at < len(sizes) else None
-        if plan.kv_lens.max() > MAX_CHUNK_CONTEXT:
-            return None
+        is_long = plan.kv_lens.max() > FEW_CONTEXT
         decodes = plan.num_decode_rows
         for shape in self._chunk_shapes:
             if is_shared and not shape.is_shared:
                 continue
             beside = decodes if shape.decode_rows else 0
+            if shape.chunk_rows == FEW_ROWS and is_long:
+                continue
             if (
                 shape.decode_rows >= beside
                 and shape.chunk_rows >= rows - beside

@@ -170,7 +170,7 @@ def test_a_load_with_aborts_leaks_nothing(tiny_model):
     async def run():
         rng = random.Random(11)
         config = config_of(
-            tiny_model, kv_tokens=1500, page_size=1, max_running_requests=48, check=False
+            tiny_model, kv_tokens=700, page_size=1, max_running_requests=48, check=False
         )
         async with await AsyncEngine.start(config) as engine:
             slots = asyncio.Semaphore(64)
@@ -203,7 +203,7 @@ def test_a_load_with_aborts_leaks_nothing(tiny_model):
             await asyncio.sleep(0.1)
             stats = engine.stats
             assert (stats.num_running, stats.num_waiting) == (0, 0)
-            assert stats.num_free_pages == stats.num_pages == 1500
+            assert stats.num_free_pages == stats.num_pages == 700
             assert stats.retractions > 0
 
     asyncio.run(run())
