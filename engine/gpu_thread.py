@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from .api.messages import Fact, Message, Shutdown, Stats
 from .core.scheduler import Scheduler
@@ -119,7 +120,7 @@ class _Spent:
 
     def __init__(self) -> None:
         names = ("plan_s", "launch_s", "wait_s", "commit_s", "cpu_s", "device_s")
-        self.seconds = dict.fromkeys(names, 0.0)
+        self.seconds: dict[str, Any] = dict.fromkeys(names, 0.0)
         self.start()
 
     def start(self) -> None:
