@@ -140,7 +140,8 @@ class Stream:
         detokenizer = self._detokenizers.get(choice)
         if detokenizer is None:
             return  # ended by a stop string, while the next step was already running
-        ids, finish, stop_reason = fact.token_ids, fact.finish_reason, fact.stop_token_id
+        ids, finish = fact.token_ids, fact.finish_reason
+        stop_reason: str | int | None = fact.stop_token_id
         logprobs = fact.logprobs
         is_hidden_stop = stop_reason is not None and not self._params.include_stop_str_in_output
         text = detokenizer.feed(ids[:-1] if is_hidden_stop else ids)

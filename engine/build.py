@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,7 @@ class Builder:
 
     def _weights(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> weights.Weights:
         files = self.files
-        progress = self._progress and (lambda done, total: self._progress("weights", done, total))
+        progress = None if self._progress is None else partial(self._progress, "weights")
         if self.config.load_format == "dummy":
             return weights.dummy(model.shapes, files.config, device, dtype, self.config.seed)
         if files.gguf is not None:

@@ -22,7 +22,7 @@ from .runtime.runner import InFlight, ModelRunner
 
 IDLE_WAIT_S = 0.5  # an idle thread looks up this often, so that its heartbeat stays fresh
 
-Post = Callable[[list[Fact], Stats], None]
+Post = Callable[[list[Fact], Stats], object]
 
 
 class GPUThread(threading.Thread):
@@ -39,8 +39,8 @@ class GPUThread(threading.Thread):
         self,
         load: Callable[[], tuple[Scheduler, ModelRunner]],
         post: Post,
-        on_ready: Callable[[BaseException | None], None],
-        on_death: Callable[[BaseException], None],
+        on_ready: Callable[[BaseException | None], object],
+        on_death: Callable[[BaseException], object],
         *,
         overlap: bool | None = None,
         check: bool = False,
