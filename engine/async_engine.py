@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,6 +223,7 @@ class AsyncEngine:
         )
         self._death: BaseException | None = None
         self._is_draining = False
+        self._is_closed = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._random = random.Random()
@@ -288,6 +289,8 @@ class AsyncEngine:
             self.tokenizer, self.chat_template = await text
         except (StartError, asyncio.CancelledError):
             self._thread.inbox.put(Shutdown())
+            # A thread that still loads would be torn down in the middle of it at exit.
+            await asyncio.to_thread(self._thread.join, SHUTDOWN_WAIT_S)
             raise
         self.model_name = builder.model_name
         self.max_model_len = builder.max_model_len
@@ -309,6 +312,7 @@ class AsyncEngine:
         Raises:
             RequestError: the text is certainly longer than the context (seen before any work).
         """
+        self._check_open()
         limit = self.tokenizer.max_chars(self.max_model_len)
         if len(text) > limit:
             raise RequestError(
@@ -349,8 +353,7 @@ class AsyncEngine:
             Overloaded: the queue is full, or the engine drains.
             EngineError: the engine has stopped.
         """
-        if self._death is not None:
-            raise EngineError("the engine has stopped")
+        self._check_open()
         if self._is_draining:
             raise Overloaded("the server is shutting down", retry_after_s=5)
         limit = self.config.max_queued_requests
@@ -370,6 +373,9 @@ class AsyncEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        max_tokens = min(room, room if params.max_tokens is None else params.max_tokens)
+        if params.min_tokens > max_tokens:  # there is no room for so many
+            params = replace(params, min_tokens=max_tokens)
         request_id = next(self._ids)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -378,7 +384,7 @@ class AsyncEngine:
             request_id,
             tokens,
             params,
-            max_tokens=min(room, room if params.max_tokens is None else params.max_tokens),
+            max_tokens=max_tokens,
             stop_token_ids=stop_ids,
             seed=params.seed if params.seed is not None else self._random.getrandbits(63),
             arrival_s=time.monotonic(),
@@ -424,6 +430,10 @@ class AsyncEngine:
             )
         return array("i", wide.astype(np.int32).tobytes())
 
+    def _check_open(self) -> None:
+        if self._death is not None or self._is_closed:
+            raise EngineError("the engine has stopped")
+
     # -- control
 
     @property
@@ -448,6 +458,7 @@ class AsyncEngine:
 
     async def flush_cache(self) -> int:
         """Empty the prefix cache; returns how many tokens stay, because requests use them."""
+        self._check_open()
         reply_id = next(self._ids)
         reply = self._replies[reply_id] = self.loop.create_future()
         self._send(Flush(reply_id))
@@ -466,6 +477,9 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Abort what still runs and end the threads."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._is_draining = True
         for request_id, stream in list(self._streams.items()):
             stream._fail(EngineError("the engine was closed"))

@@ -76,9 +76,10 @@ class Engine:
         Raises:
             RequestError: the first prompt that cannot be served; the others are aborted.
         """
-        if self._is_closed:
-            raise EngineError("the engine is closed")
+        self._check_open()
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if batch and isinstance(batch[0], int):
+            raise ValueError("prompts must be a list of prompts: [[1, 2, 3]], not [1, 2, 3]")
         each = (
             list(params)
             if isinstance(params, Sequence)
@@ -95,6 +96,7 @@ class Engine:
         **template_options: Any,
     ) -> Completion:
         """Answer a conversation, through the model's chat template."""
+        self._check_open()
 
         async def run() -> Completion:
             text = await self.engine.render(
@@ -104,6 +106,10 @@ class Engine:
             return (await self._complete(tokens, params or SamplingParams()))[0]
 
         return self._wait(run())
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed")
 
     def close(self) -> None:
         """Stop; no thread is left."""
@@ -143,6 +149,8 @@ class Engine:
             if out.logprobs is not None:
                 c.logprobs = (c.logprobs or []) + list(out.logprobs)
             c.prompt_logprobs = c.prompt_logprobs or out.prompt_logprobs
+        for c in done[1:]:  # the prompt is scored once
+            c.prompt_logprobs = done[0].prompt_logprobs
         return done
 
     def _wait(self, coroutine: Any) -> Any:

@@ -29,7 +29,8 @@ class SamplingParams:
         top_p: keep the smallest set with at least this probability, in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
         presence_penalty, frequency_penalty: over the output tokens, in [-2, 2].
-        repetition_penalty: over prompt and output tokens (as transformers and vLLM), in (0, 2].
+        repetition_penalty: over prompt and output tokens (as transformers and vLLM), in
+            [1e-6, 2].
         seed: the same seed gives the same tokens in any batch; None draws one.
         n: how many continuations of the one prompt, 1 to 128.
         stop: the text ends before the first of these strings.
@@ -79,12 +80,18 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError for the first field that is out of its limits."""
+        if isinstance(self.stop, str):
+            raise RequestError("stop must be a tuple of strings", param="stop")
+        for name in ("max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise RequestError(f"{name} must be an integer, got {value!r:.80}", param=name)
         _in_range("temperature", self.temperature, 0.0, 2.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 2.0)
         _in_range("n", self.n, 1, MAX_N)
         if self.top_k < -1:
             raise RequestError(f"top_k must be -1, 0 or positive, got {self.top_k}", param="top_k")

@@ -15,6 +15,7 @@ def test_smollm2_in_a_batch_in_chunks_retracted_and_cached(smollm2, smollm2_gree
         max_running_requests=32,
         chunked_prefill_size=48,
         kv_tokens=longest // 16 * 16 * 8,
+        schedule_conservativeness=0.1,  # admits more than fit, so that some are retracted
         check=True,
     )
     with Engine(config) as engine:
@@ -22,8 +23,9 @@ def test_smollm2_in_a_batch_in_chunks_retracted_and_cached(smollm2, smollm2_gree
         done = engine.generate(prompts + prompts, greedy)
         assert [c.token_ids for c in done] == expected + expected
         assert engine.engine.stats.retractions > 0
-        again = engine.generate(prompts[:1], greedy)[0]
-        assert again.token_ids == expected[0]
+        for _ in range(2):  # the second time out of the cache, whatever was evicted before
+            again = engine.generate(prompts[:1], greedy)[0]
+            assert again.token_ids == expected[0]
         assert again.num_cached == (len(prompts[0]) - 1) // 16 * 16
 
 
