@@ -8,7 +8,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -132,12 +132,12 @@ def describe() -> list[Row]:
 
 
 def _open(record: BackendModule) -> tuple[ModuleType, DeviceRuntime]:
-    if importlib.util.find_spec(record.module, __package__) is None:
-        raise BackendError(f"backend {record.name} is not written yet")
     try:
         module = importlib.import_module(record.module, __package__)
         return module, module.runtime()
     except (ImportError, BackendError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}{record.module}":
+            raise BackendError(f"backend {record.name} is not written yet") from None
         raise BackendError(f"backend {record.name} cannot run here: {error}") from error
 
 
