@@ -307,7 +307,7 @@ class AbortRequest(Wire):
 
 
 async def abort(request: web.Request) -> web.Response:
-    """POST /abort_request: end running requests; those of others need the admin key."""
+    """POST /abort_request: end one's own running requests; an admin those of everybody."""
     server = request.app[SERVER]
     body = parse(AbortRequest, await server.body(request))
     name = body.rid or body.request_id
@@ -315,4 +315,4 @@ async def abort(request: web.Request) -> web.Response:
         raise RequestError("give either rid or abort_all", param="rid")
     if body.abort_all and not request[CALLER].is_admin:
         raise RequestError("abort_all needs the admin key", param="abort_all", status=403)
-    return json_response({"aborted": server.abort(name)})
+    return json_response({"aborted": server.abort(request[CALLER], name)})

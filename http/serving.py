@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -56,6 +56,7 @@ class Work:
 
     Attributes:
         ids: the names under which it can be aborted.
+        params: of all its prompts, once they are submitted.
         ended_by: why the server, not the client, ended it.
     """
 
@@ -64,7 +65,15 @@ class Work:
     task: asyncio.Task[Any]
     streams: list["Stream"] = field(default_factory=list)
     meters: list[Meter] = field(default_factory=list)
+    params: SamplingParams | None = None
     ended_by: StokerError | None = None
+
+    def outputs(self, stream: "Stream") -> "AsyncIterator[Output]":
+        """What a stream brings; the first output of every choice has the prompt's logprobs."""
+        params = self.params
+        if params and params.n > 1 and params.prompt_logprobs is not None:
+            return _share_prompt_logprobs(stream)
+        return stream
 
     def end(self, error: StokerError) -> None:
         """Stop it: its client gets this error."""
@@ -262,6 +271,7 @@ class Server:
             )
         if self.config.isolate_cache_per_key and work.caller.key_digest:
             namespace = ("key", work.caller.key_digest, *namespace)
+        work.params = params
         for prompt in prompts:
             try:
                 stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
@@ -273,9 +283,14 @@ class Server:
         self.metrics.prepare.observe(time.perf_counter() - work.caller.arrival_s)
         return work.streams
 
-    def abort(self, matches: str | None) -> int:
-        """End the works of this id, or all. Returns how many."""
-        found = [w for w in self.works if matches is None or matches in w.ids]
+    def abort(self, caller: Caller, matches: str | None) -> int:
+        """End the caller's works of this id, or all; an admin's are everybody's. Returns how many."""
+        found = [
+            work
+            for work in self.works
+            if (matches is None or matches in work.ids)
+            and (caller.is_admin or work.caller.key_digest == caller.key_digest)
+        ]
         for work in found:
             work.end(RequestError("the request was aborted", code="aborted", status=409))
         return len(found)
@@ -297,10 +312,10 @@ class Server:
         """Wait for all choices of all prompts: one list a prompt, ordered by choice."""
         pairs = zip(work.streams, work.meters, strict=True)
         if len(work.streams) == 1:
-            return [await _collect(*pair) for pair in pairs]
+            return [await _collect(work, *pair) for pair in pairs]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_collect(*pair)) for pair in pairs]
+                tasks = [group.create_task(_collect(work, *pair)) for pair in pairs]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -314,12 +329,31 @@ class Server:
                 await events.keep_alive()
 
 
-async def _collect(stream: "Stream", meter: Meter) -> list[Choice]:
+async def _collect(work: Work, stream: "Stream", meter: Meter) -> list[Choice]:
     choices = [Choice() for _ in meter.last_s]
-    async for output in stream:
+    async for output in work.outputs(stream):
         meter(output)
         choices[output.choice].add(output)
     return choices
+
+
+async def _share_prompt_logprobs(stream: "Stream") -> "AsyncIterator[Output]":
+    """The engine gives them once, with choice 0: what others say before that is held back."""
+    known: Sequence[TokenLogprob | None] | None = None
+    held: list[Output] = []
+    begun: set[int] = set()
+    async for output in stream:
+        if output.finish_reason == "abort":
+            yield output
+            continue
+        known = known or output.prompt_logprobs
+        held.append(output)
+        if known is None:
+            continue
+        for one in held:
+            yield one if one.choice in begun else replace(one, prompt_logprobs=known)
+            begun.add(one.choice)
+        held.clear()
 
 
 def check_end(output: "Output") -> None:

@@ -225,7 +225,7 @@ class EventStream:
         clock = asyncio.get_running_loop().time
         limit = self.server.config.max_tokens_behind
         behind: dict[int, Output] = {}
-        async for output in stream:
+        async for output in self.work.outputs(stream):
             meter(output)
             if output.finish_reason:
                 check_end(output)

@@ -148,8 +148,12 @@ class FakeGPU:
 
     def step(self) -> None:
         running = self.jobs[: self.engine.config.max_running_requests]
-        facts = [self._token(job) for job in running]
-        ended = {id(job) for job, fact in zip(running, facts, strict=True) if fact.finish_reason}
+        facts = [self._token(job) for job in reversed(running)]  # choice 0 comes last
+        ended = {
+            id(job)
+            for job, fact in zip(reversed(running), facts, strict=True)
+            if fact.finish_reason
+        }
         self.jobs = [job for job in self.jobs if id(job) not in ended]
         generated = self.stats.generated_tokens + sum(len(fact.token_ids) for fact in facts)
         self.stats = replace(self.stats, generated_tokens=generated)
@@ -158,7 +162,8 @@ class FakeGPU:
     def _token(self, job: Job) -> Tokens:
         add, params = job.add, job.add.params
         prompt_logprobs = None
-        if job.num_output == 0 and params.prompt_logprobs is not None:
+        # As the engine: once a prompt, with choice 0.
+        if (job.choice, job.num_output) == (0, 0) and params.prompt_logprobs is not None:
             rest = [self._logprob(token, params.prompt_logprobs) for token in add.prompt[1:]]
             prompt_logprobs = (None, *rest)
         if add.max_tokens == 0:

@@ -113,6 +113,23 @@ async def test_admin_routes():
         await s.ok(CHAT, chat())
 
 
+async def test_a_key_aborts_only_its_own_requests():
+    async with Served(api_key=(KEY, OTHER), admin_key=ADMIN) as s:
+        s.engine.paused.clear()
+
+        async def aborted(key, path="/abort_request"):
+            reply = await s.post(path, {"rid": "mine"}, headers=bearer(key))
+            return reply.json["aborted"]
+
+        for key in (KEY, ADMIN):
+            running = asyncio.create_task(s.post(CHAT, chat(rid="mine"), headers=bearer(KEY)))
+            while not s.engine.gpu.jobs:
+                await asyncio.sleep(0.01)
+            assert await aborted(OTHER) == await aborted(OTHER, "/abort") == 0
+            assert await aborted(key) == 1
+            assert (await running).status == 409
+
+
 async def test_no_route_shows_a_secret():
     async with Served(api_key=(KEY, "k-second"), admin_key=ADMIN, access_log=True) as s:
         for method, path, _ in ROUTES:

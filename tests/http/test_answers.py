@@ -407,6 +407,20 @@ async def test_scoring_only():
 cuts = st.lists(st.integers(0, 5), min_size=1, max_size=30)
 
 
+async def test_every_choice_echoes_the_prompts_logprobs():
+    async with Served() as s:
+        body = text(["né", "ab"], n=3, temperature=1, seed=1, max_tokens=2, echo=True, logprobs=1)
+        whole = (await s.ok(TEXT, body))["choices"]
+        events = await s.events(TEXT, body)
+        for choice in whole:
+            logprobs = choice["logprobs"]
+            assert logprobs["token_logprobs"] == [None] + [-0.1] * (len(logprobs["tokens"]) - 1)
+            parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+            assert joined(events, choice["index"]) == choice["text"]
+            for name, values in logprobs.items():
+                assert sum((p["logprobs"][name] for p in parts if p["logprobs"]), []) == values
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=40), cuts)
 def test_merging_loses_nothing(answer, sizes):

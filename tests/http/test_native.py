@@ -69,6 +69,18 @@ async def test_generate_logprobs():
         assert [row[1] for row in meta["input_token_logprobs"]] == prompt[2:]
 
 
+async def test_generate_logprobs_of_several_choices():
+    async with Served() as s:
+        sampling = {"temperature": 1, "max_new_tokens": 2, "n": 3}
+        body = {"text": "hi", "sampling_params": sampling, "return_logprob": True}
+        body["logprob_start_len"] = 0
+        prompt = s.engine.tokenizer.encode("hi")
+        replies = await s.ok("/generate", body) + await s.events("/generate", body)
+        assert len(replies) == 3 + 6
+        for reply in replies:
+            assert [row[1] for row in reply["meta_info"]["input_token_logprobs"]] == prompt
+
+
 async def test_generate_stream_is_cumulative():
     async with Served() as s:
         sampling = {"temperature": 0, "max_new_tokens": 5}
