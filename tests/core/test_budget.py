@@ -142,3 +142,10 @@ def test_steps_are_stretched_while_many_wait():
     assert largest(1) == largest(30) < 2000
     assert largest(1, backlog_stretch=4.0) < 2800
     assert 6000 < largest(30, backlog_stretch=4.0) < 8192
+
+
+def test_where_attention_costs_nothing_the_tokens_decide():
+    cost = StepCost()
+    for n in (10, 100, 1000):
+        cost.observe(n, 0, 0.001 + n * 1e-5)
+    assert cost.chunk_within(0.01, 50_000) == pytest.approx(1000, rel=0.1)
