@@ -5,7 +5,7 @@ Runs on: loop.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ..engine.api.errors import EngineError, RequestError
 from ..engine.api.messages import TokenLogprob
-from ..engine.api.sampling_params import MAX_LOGPROBS
+from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import error_response
 from .openai_api import (
     SERVER,
@@ -24,9 +24,10 @@ from .openai_api import (
     model_name,
     parse,
     text_prompt,
+    truncate,
 )
 from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts
-from .serving import CALLER, Choice, Server, new_id
+from .serving import CALLER, Choice, new_id
 from .settings import version
 from .sse import DONE, EventStream
 
@@ -34,6 +35,23 @@ if TYPE_CHECKING:
     from ..engine import Output, Stream
 
 DEFAULT_NEW_TOKENS = 128
+MISPLACED = (
+    *("model", "stream", "stream_options", "priority", "request_id", "rid"),
+    *("logprobs", "top_logprobs", "return_token_ids"),
+)
+REFUSED = {
+    "audio_data": "audio",
+    "custom_logit_processor": "code in a request",
+    "image_data": "images",
+    "input_embeds": "embeddings as a prompt",
+    "lora_id": "adapters",
+    "lora_path": "adapters",
+    "return_hidden_states": "hidden states",
+    "return_text_in_logprobs": "texts among log-probabilities (use /tokenize's token_strs)",
+    "session_params": "sessions",
+    "token_ids_logprob": "log-probabilities of chosen tokens",
+    "video_data": "video",
+}
 
 
 class NativeSampling(SamplingFields):
@@ -41,6 +59,38 @@ class NativeSampling(SamplingFields):
 
     max_new_tokens: int | None = Field(None, ge=0)
     no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misplaced(cls, sampling: Any) -> Any:
+        for name in MISPLACED if isinstance(sampling, dict) else ():
+            if sampling.get(name):
+                raise RequestError(
+                    f"{name} does not belong inside sampling_params",
+                    param=f"sampling_params.{name}",
+                )
+        return sampling
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> "NativeSampling":
+        for name, own in (("max_tokens", self.max_new_tokens), ("seed", self.sampling_seed)):
+            if own is not None and getattr(self, name) not in (None, own):
+                raise RequestError(
+                    f"sampling_params has two values for {name}", param=f"sampling_params.{name}"
+                )
+        return self
+
+    def native_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """The engine's parameters: 128 tokens unless asked for more."""
+        if self.max_tokens is None:
+            own = self.max_new_tokens
+            overrides["max_tokens"] = DEFAULT_NEW_TOKENS if own is None else own
+        if self.sampling_seed is not None:
+            overrides["seed"] = self.sampling_seed
+        if self.no_stop_trim:
+            overrides["include_stop_str_in_output"] = True
+        return self.params(defaults, **overrides)
 
 
 class GenerateRequest(Wire):
@@ -53,8 +103,18 @@ class GenerateRequest(Wire):
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    model: str | None = None
     rid: str | None = Field(None, min_length=1, max_length=128)
-    priority: int | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        for name in REFUSED.keys() & body.keys() if isinstance(body, dict) else ():
+            if body[name]:  # empty ones ask for nothing
+                raise RequestError(f"{name}: there is no support for {REFUSED[name]}", param=name)
+        return body
 
     @field_validator("text", "input_ids", mode="wrap")
     @classmethod
@@ -82,40 +142,45 @@ async def generate(request: web.Request) -> web.StreamResponse:
     async with server.work(request) as work:
         body = parse(GenerateRequest, await server.body(request))
         sampling = body.sampling_params or NativeSampling.model_validate({})
-        overrides: dict[str, Any] = {"max_tokens": sampling.max_new_tokens}
-        if sampling.max_new_tokens is None:
-            overrides["max_tokens"] = DEFAULT_NEW_TOKENS
-        if sampling.no_stop_trim:
-            overrides["include_stop_str_in_output"] = True
+        model_name(server, body.model)
+        overrides: dict[str, Any] = {}
         if body.return_logprob:
             overrides["logprobs"] = body.top_logprobs_num or 0
             if (body.logprob_start_len if body.logprob_start_len is not None else -1) >= 0:
                 overrides["prompt_logprobs"] = body.top_logprobs_num or 0
-        params = sampling.params(server.engine.default_sampling, **overrides)
+        params = sampling.native_params(server.engine.default_sampling, **overrides)
         given = as_prompts(body.input_ids if body.text is None else body.text)
         prompts = await asyncio.gather(*(text_prompt(server, prompt) for prompt in given))
-        reply_id = body.rid or new_id("")
-        work.ids.add(reply_id)
+        prompts = [truncate(server, sampling, params.max_tokens, prompt) for prompt in prompts]
+        reply_id = body.rid or body.request_id or new_id("")
+        work.ids |= {name for name in (reply_id, body.request_id) if name}
         streams = server.submit(
             work, prompts, params, priority=body.priority or 0, namespace=sampling.namespace
         )
         if body.stream:
             async with EventStream(server, request, work) as events:
                 await events.pump_all(
-                    [_cumulative(server, body, reply_id, s, i) for i, s in enumerate(streams)]
+                    [
+                        _cumulative(body, reply_id, stream, i * params.n, params.n)
+                        for i, stream in enumerate(streams)
+                    ]
                 )
                 await events.finish(DONE)
             return events.response
-        replies = [
-            _reply(server, body, reply_id, stream, choice)
+        choices = [
+            (stream, choice)
             for stream, group in zip(streams, await server.collect(work), strict=True)
             for choice in group
         ]
-        return json_response(replies if body.is_batch or params.n > 1 else replies[0])
+        if not body.is_batch and params.n == 1:
+            return json_response(_reply(body, reply_id, *choices[0]))
+        return json_response(
+            [_reply(body, f"{reply_id}_{i}", *choice) for i, choice in enumerate(choices)]
+        )
 
 
 def _reply(
-    server: Server, body: GenerateRequest, reply_id: str, stream: "Stream", choice: Choice
+    body: GenerateRequest, reply_id: str, stream: "Stream", choice: Choice
 ) -> dict[str, Any]:
     finish: dict[str, Any] | None = None
     if choice.finish_reason == "stop":
@@ -165,17 +230,23 @@ def _logprobs(
 
 
 def _cumulative(
-    server: Server, body: GenerateRequest, reply_id: str, stream: "Stream", index: int
+    body: GenerateRequest, reply_id: str, stream: "Stream", first_index: int, n: int
 ) -> Callable[["Output"], bytes]:
-    """An encoder whose events hold all of a choice so far."""
+    """An encoder whose events hold all of a choice so far.
+
+    Args:
+        first_index: the index of the prompt's choice 0.
+    """
     choices: dict[int, Choice] = {}
 
     def encode(output: "Output") -> bytes:
         choice = choices.setdefault(output.choice, Choice(finish_reason=""))
         choice.add(output)
-        reply = _reply(server, body, reply_id, stream, choice)
-        if body.is_batch:
-            reply["index"] = index
+        if body.is_batch or n > 1:
+            index = first_index + output.choice
+            reply = _reply(body, f"{reply_id}_{index}", stream, choice) | {"index": index}
+        else:
+            reply = _reply(body, reply_id, stream, choice)
         return b"data: " + orjson.dumps(reply) + b"\n\n"
 
     return encode

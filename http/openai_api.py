@@ -47,7 +47,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         model = model_name(server, body.model)
         params = body.chat_params(server.engine.default_sampling)
         prompt = await chat_prompt(server, body)
-        prompt = _truncate(server, body, params.max_tokens, prompt)
+        prompt = truncate(server, body, params.max_tokens, prompt)
         reply_id = new_id("chatcmpl-")
         work.ids |= {reply_id, *body.ids}
         [stream] = server.submit(
@@ -77,7 +77,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         model = model_name(server, body.model)
         params = body.completion_params(server.engine.default_sampling)
         prompts = await asyncio.gather(*(text_prompt(server, prompt) for prompt in body.prompt))
-        prompts = [_truncate(server, body, params.max_tokens, prompt) for prompt in prompts]
+        prompts = [truncate(server, body, params.max_tokens, prompt) for prompt in prompts]
         reply_id = new_id("cmpl-")
         work.ids |= {reply_id, *body.ids}
         streams = server.submit(
@@ -178,7 +178,7 @@ async def text_prompt(
     return prompt
 
 
-def _truncate(
+def truncate(
     server: Server, body: SamplingFields, max_tokens: int | None, prompt: list[int]
 ) -> list[int]:
     """Keep the prompt's last tokens where the client asks for it; -1 means what fits."""

@@ -35,9 +35,10 @@ REFUSED = {
     "prompt_embeds": "embeddings as a prompt",
     "prompt_logprobs": "prompt_logprobs (completions: echo with logprobs)",
     "regex": "regular expressions",
-    "stop_regex": "stop by regular expression",
+    "stop_regex": "stopping by regular expressions",
+    "structural_tag": "structured output by this name (use response_format)",
     "structured_outputs": "structured output by this name (use response_format)",
-    "suffix": "fill in the middle: this model has no template for it",
+    "suffix": "filling in the middle",
 }
 
 TokenIds = list[int]
@@ -93,7 +94,7 @@ class SamplingFields(Wire):
     def _refuse(cls, body: Any) -> Any:
         for name in REFUSED.keys() & body.keys() if isinstance(body, dict) else ():
             if body[name]:  # empty ones ask for nothing
-                raise RequestError(f"{name}: {REFUSED[name]} is not supported", param=name)
+                raise RequestError(f"{name}: there is no support for {REFUSED[name]}", param=name)
         return body
 
     @model_validator(mode="after")

@@ -81,6 +81,52 @@ async def test_generate_logprobs_of_several_choices():
             assert [row[1] for row in reply["meta_info"]["input_token_logprobs"]] == prompt
 
 
+async def test_generate_ignores_no_field():
+    async with Served() as s:
+
+        async def generate(status=200, sampling=None, **fields):
+            sampling = {"temperature": 0, "max_tokens": 2} | (sampling or {})
+            body = {"text": "hello", "sampling_params": sampling, **fields}
+            reply = await s.post("/generate", body)
+            assert reply.status == status, reply.raw
+            return reply.json if status == 200 else reply.error["param"]
+
+        meta = (await generate(sampling={"truncate_prompt_tokens": 3}))["meta_info"]
+        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 2)
+        assert (await generate(request_id="me"))["meta_info"]["id"] == "me"
+        await generate(sampling={"max_new_tokens": 2, "sampling_seed": 4})
+        assert s.engine.gpu.adds[-1].params.seed == 4
+        await generate(priority=3)
+        assert s.engine.gpu.adds[-1].priority == 3
+        for name, value in {
+            "max_tokens": 3,
+            "model": "x",
+            "priority": 1,
+            "request_id": "x",
+            "rid": "x",
+            "stream": True,
+        }.items():
+            sampling = {"max_new_tokens": 2, name: value}
+            assert await generate(400, sampling) == f"sampling_params.{name}"
+        for name in ("lora_path", "image_data", "return_hidden_states"):
+            assert await generate(400, **{name: "x"}) == name
+        assert await generate(404, model="other") == "model"
+
+
+async def test_generate_tells_choices_apart():
+    async with Served() as s:
+        sampling = {"temperature": 1, "max_new_tokens": 2, "n": 2}
+        body = {"text": ["a", "b"], "rid": "r", "sampling_params": sampling}
+        events = await s.events("/generate", body)
+        assert len(events) == 8
+        assert {(e["index"], e["meta_info"]["id"]) for e in events} == {
+            (i, f"r_{i}") for i in range(4)
+        }
+        assert [e["meta_info"]["id"] for e in await s.ok("/generate", body)] == [
+            f"r_{i}" for i in range(4)
+        ]
+
+
 async def test_generate_stream_is_cumulative():
     async with Served() as s:
         sampling = {"temperature": 0, "max_new_tokens": 5}
