@@ -284,7 +284,7 @@ class Server:
         return work.streams
 
     def abort(self, caller: Caller, matches: str | None) -> int:
-        """End the caller's works of this id, or all; an admin's are everybody's. Returns how many."""
+        """End the caller's works, an admin's are all, of this id or any. Returns how many."""
         found = [
             work
             for work in self.works

@@ -8,6 +8,7 @@ Runs on: pool.
 
 import functools
 import json
+import logging
 import re
 import time
 import uuid
@@ -24,6 +25,8 @@ from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment, SecurityErr
 from jinja2.visitor import NodeTransformer
 
 from ..api.errors import RequestError, StartError
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 ContentFormat = Literal["string", "parts", "either"]
@@ -78,11 +81,13 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         self._knows_developer = any("developer" in text for text in sources.values())
         self.content_format: ContentFormat = "string"
+        self._no_content: dict[str, Any] = {"content": ""}
         for name, text in sources.items():
             try:
                 tree = environment.parse(text)
                 if name == "default":
                     self.content_format = _content_format(tree)
+                    self._no_content = _no_content(tree)
                 self._templates[name] = environment.template(tree)
             except (jinja2.TemplateError, RecursionError) as e:
                 raise StartError(f"the model's chat template {name!r} is not valid: {e}") from e
@@ -129,6 +134,7 @@ class ChatTemplate:
             # trimming the spaces before it.
             mark = f"<{uuid.uuid4().hex}>"
             messages[-1], final = _marked(messages[-1], mark)
+        messages = [{**self._no_content, **message} for message in messages]
         text = self._run(
             template,
             {
@@ -189,9 +195,13 @@ class ChatTemplate:
             ) from None
         except _Refusal as e:
             raise RequestError(str(e), param="messages") from None
+        except SecurityError as e:
+            raise RequestError(f"the chat template was stopped: {e}", param="messages") from e
         except Exception as e:  # whatever the template's expressions raise on these messages
+            log.info("the chat template fails: %s: %s", type(e).__name__, e)
             raise RequestError(
-                f"the chat template fails on these messages: {type(e).__name__}: {e}",
+                "the chat template cannot render these messages: a field is missing or has a "
+                "type or form that it does not know",
                 param="messages",
             ) from e
         finally:
@@ -451,12 +461,36 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+def _content_names(tree: nodes.Template) -> set[str]:
+    """Variables that hold a message's content."""
+    names = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
+            names.add(assign.target.name)
+    return names
+
+
+def _no_content(tree: nodes.Template) -> dict[str, Any]:
+    """What stands for the content of a message without one, as calls of tools often are.
+
+    None or nothing where the template asks for these; others may join it to text, so "".
+    """
+    names = _content_names(tree)
+    tests = {test.name for test in tree.find_all(nodes.Test) if _is_content(test.node, names)}
+    if "none" in tests:
+        return {"content": None}
+    asks_in = any(
+        isinstance(compare.expr, nodes.Const)
+        and compare.expr.value == "content"
+        and any(operand.op in ("in", "notin") for operand in compare.ops)
+        for compare in tree.find_all(nodes.Compare)
+    )
+    return {} if asks_in or tests & {"defined", "undefined"} else {"content": ""}
+
+
 def _content_format(tree: nodes.Template) -> ContentFormat:
     """Whether a template takes strings, lists of parts, or both: parts are looped over."""
-    aliases = {"content"}
-    for assign in tree.find_all(nodes.Assign):
-        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, aliases):
-            aliases.add(assign.target.name)
+    aliases = _content_names(tree)
     if not any(_is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For)):
         return "string"
     tests_string = any(test.name == "string" for test in tree.find_all(nodes.Test))

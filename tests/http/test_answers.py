@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from served import CHAT, TEXT, Served, chat, joined, text, user
 
 from stoker.engine.async_engine import Output
+from stoker.engine.text.chat_template import ChatTemplate
 from stoker.http.sse import BEHIND_BYTES, EventStream, merge
 
 NUM_BYTES = len(ANSWER.encode())
@@ -91,6 +92,40 @@ async def test_content_parts_and_roles():
             {"role": "tool", "tool_call_id": "c", "content": "5"},
         ]
         await s.ok(CHAT, chat(messages=history))
+
+
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        ("{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}", "<a><>"),
+        ("{% for m in messages %}{{ m.content | trim }};{% endfor %}", "a;;"),
+        ("{% for m in messages %}{% if m.content is none %}-{% endif %}{% endfor %}", "-"),
+        (
+            "{% for m in messages %}{% set c = m['content'] %}"
+            "{% if c is not none %}{{ c }}{% endif %}{% endfor %}",
+            "a",
+        ),
+        ("{% for m in messages %}{% if 'content' not in m %}-{% endif %}{% endfor %}", "-"),
+        ("{% for m in messages %}{% if m.content is defined %}+{% endif %}{% endfor %}", "+"),
+    ],
+)
+async def test_an_assistant_message_without_content(source, want):
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    async with Served() as s:
+        s.engine.chat_template = ChatTemplate(source, {})
+        for content in ({}, {"content": None}):
+            history = [*user("a"), {"role": "assistant", "tool_calls": [call], **content}]
+            await s.ok(CHAT, chat(messages=history))
+            assert s.engine.tokenizer.decode(s.engine.gpu.adds[-1].prompt) == want
+
+
+async def test_a_template_that_fails_shows_none_of_its_insides():
+    async with Served() as s:
+        s.engine.chat_template = ChatTemplate("{{ messages[0].odd.field }}", {})
+        reply = await s.post(CHAT, chat())
+        assert (reply.status, reply.error["param"]) == (400, "messages")
+        assert "odd" not in reply.error["message"]
+        assert "object" not in reply.error["message"]
 
 
 async def test_template_options():
@@ -418,7 +453,8 @@ async def test_every_choice_echoes_the_prompts_logprobs():
             parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
             assert joined(events, choice["index"]) == choice["text"]
             for name, values in logprobs.items():
-                assert sum((p["logprobs"][name] for p in parts if p["logprobs"]), []) == values
+                streamed = [p["logprobs"][name] for p in parts if p["logprobs"]]
+                assert [value for part in streamed for value in part] == values
 
 
 @settings(max_examples=200, deadline=None)
