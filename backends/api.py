@@ -155,7 +155,15 @@ class LayerWeights:
 
 
 class Ops(Protocol):
-    """The ops of a backend. Each is documented by its float64 reference in `reference.py`."""
+    """The ops of a backend. Each is documented by its float64 reference in `reference.py`.
+
+    Attributes:
+        float32_residual: the residual stream, alone, is to be float32 where activations are not:
+            what many layers add up in bfloat16 loses digits that decide between near ties. Ops
+            that say x is a residual take it so, and round what they norm to the weight's type.
+    """
+
+    float32_residual: bool
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Bring a weight [out, in] into the form that `linear` wants. Called once, at load."""
@@ -174,7 +182,7 @@ class Ops(Protocol):
         packed: Any,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """linear(rms_norm(x)), in one kernel where the rows are few; x stays."""
+        """linear(rms_norm(x)) of a residual, in one kernel where the rows are few; x stays."""
 
     def norm_gated_linear(
         self, x: Tensor, norm_weight: Tensor, eps: float, packed: Any, activation: str
@@ -192,7 +200,7 @@ class Ops(Protocol):
         """x / rms(x) * weight over the last dimension, any leading shape; computed in float32."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; then rms_norm(residual)."""
+        """residual += x, in place; then rms_norm(residual), in x's type."""
 
     def write_qkv(
         self,
@@ -242,7 +250,8 @@ class Ops(Protocol):
             residual: [num_tokens, hidden]; x and the attention's output are added in place.
 
         Returns:
-            The layer's output [num_tokens, hidden], not yet added to the residual.
+            The layer's output [num_tokens, hidden], not yet added to the residual, in the type of
+            the weights.
         """
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
@@ -314,6 +323,8 @@ class Provider(Protocol):
 
     One that keeps pages in an order of its own says so in an attribute `kv_layout` (the others'
     is "NHD"), has `from_nhd` and `to_nhd` for a LayerCache, and serves both write_qkv and attend.
+
+    One whose ops take a residual in float32, and should get it so, sets `float32_residual`.
 
     One whose kernels compile at first use may have `warm(specs, dtype, page_size, device)`, called
     once before serving with the kinds of attention layers of the model: it compiles, and loads,

@@ -44,7 +44,7 @@ class ReferenceOps:
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """x weight^T + bias."""
         weight, bias = packed
-        out = F.linear(x, weight, bias)
+        out = F.linear(x.to(weight.dtype), weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
     def norm_linear(
@@ -66,8 +66,8 @@ class ReferenceOps:
         return self.silu_and_mul(x) if activation == "silu" else self.gelu_and_mul(x)
 
     def linear_add(self, x: Tensor, packed: Any, residual: Tensor) -> None:
-        """The product is rounded before it is added."""
-        residual += self.linear(x, packed)
+        """The product is rounded to the residual's type before it is added."""
+        residual += self.linear(x, packed, residual.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
@@ -78,7 +78,7 @@ class ReferenceOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The sum is rounded to the residual's type before it is normed."""
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        return self.rms_norm(residual, weight, eps).to(x.dtype)
 
     def write_qkv(
         self,

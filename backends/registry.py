@@ -181,6 +181,7 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
             choices[op] = Choice(op, whole.name, {})
     used = {choice.provider for choice in choices.values()}
     chosen = tuple(provider for provider in providers if provider.name in used)
+    methods["float32_residual"] = all(getattr(p, "float32_residual", False) for p in chosen)
     return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices, chosen)
 
 

@@ -145,12 +145,13 @@ class Step:
         self._whole(self.ops.decoder_layer)
 
     def _whole(self, decoder_layer: Callable) -> None:
-        residual = self.inputs[HIDDEN].clone()
+        residual = self.inputs[HIDDEN].to(torch.float32, copy=True)
         x = None
         for weights, cache in zip(self.weights, self.caches, strict=True):
             x = decoder_layer(x, residual, weights, self.meta, cache)
-        x = self.ops.rms_norm((residual + x)[self.meta.logit_tokens], self.norm, 1e-5)
-        self.ops.sample(self.ops.linear(x, self.head, torch.float32), self.rows)
+        x = residual.add_(x)[self.meta.logit_tokens]
+        logits = self.ops.norm_linear(x, self.norm, 1e-5, self.head, torch.float32)
+        self.ops.sample(logits, self.rows)
 
 
 def fastest_ms(calls: list[Callable[[], None]], repeats: int) -> list[float]:

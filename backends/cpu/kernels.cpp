@@ -260,8 +260,9 @@ inline Vec load(const Weight& w, int64_t i, Lanes lanes) {
                   : load(static_cast<const T*>(w.data) + i, lanes);
 }
 
-template <class T, class Out>
-inline void norm_row(const T* x, const Weight& weight, int64_t n, float eps, Out* out) {
+// T is the type of the activations, of which the weight may be; x and out may be of others.
+template <class T, class In, class Out>
+inline void norm_row(const In* x, const Weight& weight, int64_t n, float eps, Out* out) {
   Vec sum = _mm512_setzero_ps();
   for_vectors(n, [&](int64_t i, auto lanes) {
     Vec v = load(x + i, lanes);
@@ -274,21 +275,24 @@ inline void norm_row(const T* x, const Weight& weight, int64_t n, float eps, Out
   });
 }
 
-// residual, where given, becomes residual + x and is what is normed.
+// residual, where given, becomes residual + x (x may be null) and is what is normed.
 template <class T>
-void rms_norm(const T* x, int64_t x_stride, T* residual, const Weight& weight, int64_t num_rows,
-              int64_t n, float eps, T* out) {
+void rms_norm(const T* x, int64_t x_stride, float* residual, const Weight& weight,
+              int64_t num_rows, int64_t n, float eps, T* out) {
 #pragma omp parallel for if (num_rows * n > NORM_GRAIN)
   for (int64_t row = 0; row < num_rows; ++row) {
-    const T* from = x + row * x_stride;
-    if (residual) {
-      T* sum = residual + row * n;
-      for_vectors(n, [&](int64_t i, auto lanes) {
-        store(sum + i, _mm512_add_ps(load(from + i, lanes), load(sum + i, lanes)), lanes);
-      });
-      from = sum;
+    if (!residual) {
+      norm_row<T>(x + row * x_stride, weight, n, eps, out + row * n);
+      continue;
     }
-    norm_row(from, weight, n, eps, out + row * n);
+    float* sum = residual + row * n;
+    if (x) {
+      const T* added = x + row * x_stride;
+      for_vectors(n, [&](int64_t i, auto lanes) {
+        store(sum + i, _mm512_add_ps(load(added + i, lanes), load(sum + i, lanes)), lanes);
+      });
+    }
+    norm_row<T>(sum, weight, n, eps, out + row * n);
   }
 }
 
@@ -392,7 +396,7 @@ void write_qkv(T* qkv, int64_t stride, int64_t num_tokens, const int64_t* positi
       float wide[MAX_HEAD_DIM];
       const Weight& norm = head < layer.num_heads ? layer.q_norm : layer.k_norm;
       if (norm.data) {
-        norm_row(x, norm, dim, layer.eps, wide);
+        norm_row<T>(x, norm, dim, layer.eps, wide);
       } else {
         for_vectors(dim, [&](int64_t i, auto lanes) { store(wide + i, load(x + i, lanes), lanes); });
       }
@@ -843,7 +847,7 @@ void apply(const Linear& w, const T* x, int64_t num_tokens, T* out) {
 // The ops one after the other, with the same bits; what it saves is the calls from Python, which
 // find the caches full of weights.
 template <class T>
-void decoder_layer(const T* x, T* residual, int64_t num_tokens, const DecoderLayer& layer,
+void decoder_layer(const T* x, float* residual, int64_t num_tokens, const DecoderLayer& layer,
                    const Batch& batch, const int64_t* positions, const int64_t* out_slots,
                    T* k_cache, T* v_cache, T* out) {
   static thread_local std::vector<T> normed, wide, narrow, attended;
@@ -853,8 +857,7 @@ void decoder_layer(const T* x, T* residual, int64_t num_tokens, const DecoderLay
   wide.resize(n * std::max(layer.qkv.num_out, layer.gate_up.num_out));
   narrow.resize(n * layer.down.num_in);
   const float eps = layer.eps;
-  rms_norm(x ? x : residual, hidden, x ? residual : nullptr, layer.input_norm, n, hidden, eps,
-           normed.data());
+  rms_norm(x, hidden, residual, layer.input_norm, n, hidden, eps, normed.data());
   apply(layer.qkv, normed.data(), n, wide.data());
   write_qkv(wide.data(), layer.qkv.num_out, n, positions, out_slots, batch.page_size,
             *layer.attention, k_cache, v_cache);
@@ -863,7 +866,7 @@ void decoder_layer(const T* x, T* residual, int64_t num_tokens, const DecoderLay
       .run();
   apply(layer.out, attended.data(), n, out);
   if (layer.attention_out_norm.data)
-    rms_norm(out, hidden, static_cast<T*>(nullptr), layer.attention_out_norm, n, hidden, eps, out);
+    rms_norm(out, hidden, nullptr, layer.attention_out_norm, n, hidden, eps, out);
   rms_norm(out, hidden, residual, layer.mlp_norm, n, hidden, eps, normed.data());
   apply(layer.gate_up, normed.data(), n, wide.data());
   const int64_t inner = layer.down.num_in;
@@ -873,7 +876,7 @@ void decoder_layer(const T* x, T* residual, int64_t num_tokens, const DecoderLay
     gated_activation<T, false>(wide.data(), 2 * inner, n, inner, narrow.data());
   apply(layer.down, narrow.data(), n, out);
   if (layer.mlp_out_norm.data)
-    rms_norm(out, hidden, static_cast<T*>(nullptr), layer.mlp_out_norm, n, hidden, eps, out);
+    rms_norm(out, hidden, nullptr, layer.mlp_out_norm, n, hidden, eps, out);
 }
 
 // ---- Sampling -----------------------------------------------------------------------------------
@@ -1041,7 +1044,7 @@ extern "C" {
     else                                                                                           \
       linear(x, x_stride, num_tokens, packed, bias, num_in, num_out, static_cast<T*>(out));        \
   }                                                                                                \
-  void stoker_rms_norm_##NAME(const T* x, int64_t x_stride, T* residual, const void* weight,       \
+  void stoker_rms_norm_##NAME(const T* x, int64_t x_stride, float* residual, const void* weight,   \
                               int32_t weight_is_f32, int64_t num_rows, int64_t n, float eps,       \
                               T* out) {                                                            \
     rms_norm(x, x_stride, residual, {weight, weight_is_f32 != 0}, num_rows, n, eps, out);          \
@@ -1063,7 +1066,7 @@ extern "C" {
                             const T* k, const T* v, T* out) {                                      \
     Attention<T>(*batch, *layer, q, q_stride, k, v, out).run();                                    \
   }                                                                                                \
-  void stoker_decoder_layer_##NAME(const T* x, T* residual, int64_t num_tokens,                    \
+  void stoker_decoder_layer_##NAME(const T* x, float* residual, int64_t num_tokens,                \
                                    const DecoderLayer* layer, const Batch* batch,                  \
                                    const int64_t* positions, const int64_t* out_slots,             \
                                    T* k_cache, T* v_cache, T* out) {                               \

@@ -308,9 +308,11 @@ class NativeOps(TorchOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One pass for the sum of squares, one for the result."""
-        dtype, as_f32 = x.dtype, weight.dtype is torch.float32
-        if dtype not in _SUFFIXES or not (as_f32 or weight.dtype is dtype):
+        dtype = x.dtype
+        if dtype not in _SUFFIXES:
             return super().rms_norm(x, weight, eps)
+        if weight.dtype is not dtype:
+            weight = weight.float()
         if x.dim() != 2 or x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape, dtype=dtype)
@@ -320,7 +322,7 @@ class NativeOps(TorchOps):
             x.stride(-2) if x.dim() > 1 else n,
             None,
             weight.data_ptr(),
-            as_f32,
+            weight.dtype is torch.float32,
             x.numel() // n,
             n,
             eps,
@@ -329,11 +331,11 @@ class NativeOps(TorchOps):
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Both in one call."""
+        """Both in one call, for a residual in float32."""
         dtype, as_f32 = x.dtype, weight.dtype is torch.float32
         if (
             dtype not in _SUFFIXES
-            or residual.dtype is not dtype
+            or residual.dtype is not torch.float32
             or not (as_f32 or weight.dtype is dtype)
             or not (residual.is_contiguous() and x.is_contiguous())
         ):
@@ -439,10 +441,11 @@ class NativeOps(TorchOps):
         attention = block.attention
         if attention.k is not cache.k:
             attention.see(cache)
-        dtype = residual.dtype
+        dtype = block.dtype
         if not (
             attention.is_served
-            and block.dtype is dtype is cache.k.dtype
+            and dtype is cache.k.dtype
+            and residual.dtype is torch.float32
             and residual.is_contiguous()
             and (x is None or (x.dtype is dtype and x.is_contiguous()))
         ):

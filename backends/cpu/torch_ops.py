@@ -28,6 +28,8 @@ class PackedLinear:
 class TorchOps(ReferenceOps):
     """Plain torch on the CPU, in float32, bfloat16 and float16."""
 
+    float32_residual = True
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Reordered weights multiply 1.4 (one row) to 3 times (256 rows) faster in bfloat16."""
         if not can_reorder(weight.dtype):
@@ -37,6 +39,7 @@ class TorchOps(ReferenceOps):
 
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """x weight^T + bias."""
+        x = x.to(packed.weight.dtype)
         if packed.is_reordered:
             out = torch.ops.mkldnn._linear_pointwise.default(
                 x, packed.weight, packed.bias, "none", [], ""

@@ -370,8 +370,13 @@ class Decoder:
             self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
 
     def forward(self, tokens: Tensor, meta: BatchMeta, caches: list[LayerCache]) -> Tensor:
-        """Hidden states [num_tokens, hidden] of new tokens int64 [num_tokens], not yet normed."""
+        """Hidden states [num_tokens, hidden] of new tokens int64 [num_tokens], not yet normed.
+
+        They are float32 where the ops want the residual stream so, else of the model's type.
+        """
         residual = self._embedding(tokens)
+        if self._ops.float32_residual:
+            residual = residual.float()
         x = None
         for layer, cache in zip(self._layers, caches, strict=True):
             x = layer(x, residual, meta, cache)

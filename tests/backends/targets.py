@@ -22,6 +22,11 @@ class Target:
         """Where its tensors live."""
         return self.runtime.device
 
+    @property
+    def has_float32_residual(self) -> bool:
+        """Whether its ops take a float32 residual beside activations of another type."""
+        return getattr(self.provider, "float32_residual", False)
+
     def require(self, op: str):
         """The provider's method, or a skip where it does not have this op."""
         method = getattr(self.provider, op, None)

@@ -100,10 +100,52 @@ def test_add_rms_norm_adds_in_place(target, dtype, shape):
     x = randn(*shape, dtype=dtype, device=target.device)
     residual = randn(*shape, seed=1, dtype=dtype, device=target.device)
     weight = randn(shape[-1], seed=2, dtype=dtype, device=target.device)
+    _check_add_rms_norm(add_rms_norm, x, residual, weight)
+
+
+@dtypes
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32], ids=["", "norm_f32"])
+@pytest.mark.parametrize("shape", [(1, 576), (40, 2048), (3, 35)], ids=str)
+def test_add_rms_norm_to_a_float32_residual(target, dtype, shape, norm_dtype):
+    if not target.has_float32_residual:
+        pytest.skip(f"{target.provider.name} keeps the residual in the model's type")
+    x = randn(*shape, dtype=dtype, device=target.device)
+    residual = randn(*shape, seed=1, device=target.device)
+    weight = randn(shape[-1], seed=2, dtype=norm_dtype or dtype, device=target.device)
+    _check_add_rms_norm(target.require("add_rms_norm"), x, residual, weight)
+
+
+def _check_add_rms_norm(add_rms_norm, x, residual, weight):
     want_residual = (x + residual).clone()
     want = ORACLE.rms_norm(up(want_residual), up(weight), 1e-5)
-    close(add_rms_norm(x, residual, weight, 1e-5), want, dtype)
+    close(add_rms_norm(x, residual, weight, 1e-5), want, x.dtype)
     assert torch.equal(residual, want_residual)
+
+
+@dtypes
+def test_linears_around_a_float32_residual(target, dtype):
+    if not target.has_float32_residual:
+        pytest.skip(f"{target.provider.name} keeps the residual in the model's type")
+    weight = randn(98, 64, dtype=dtype, device=target.device) / 8
+    norm = randn(64, seed=2, dtype=dtype, device=target.device) / 4 + 1
+    packed, known = target.require("pack_linear")(weight.clone(), None), (up(weight), None)
+    for num_tokens in (1, 33):
+        x = randn(num_tokens, 64, seed=num_tokens, device=target.device) * 300
+        want = ORACLE.norm_linear(up(x), up(norm), 1e-5, known)
+        norm_linear = target.require("norm_linear")
+        close(norm_linear(x, norm, 1e-5, packed), want, dtype, scale=2)
+        logits = norm_linear(x, norm, 1e-5, packed, torch.float32)
+        assert logits.dtype == torch.float32
+        close(logits.to(dtype), want, dtype, scale=2)
+        got = target.require("norm_gated_linear")(x, norm, 1e-5, packed, "silu")
+        want = ORACLE.norm_gated_linear(up(x), up(norm), 1e-5, known, "silu")
+        close(got, want, dtype, scale=4)
+        residual = randn(num_tokens, 98, seed=3, device=target.device) * 300
+        x = (x / 300).to(dtype)
+        added = target.require("linear")(x, packed, torch.float32)
+        want = residual + added
+        target.require("linear_add")(x, packed, residual)
+        assert torch.equal(residual, want)
 
 
 @dtypes

@@ -170,10 +170,11 @@ def test_a_fused_layer_gives_the_bits_of_its_ops(dtype, is_gemma, is_first):
             down=linear(96, 160),
             mlp_out_norm=norm(96) if is_gemma else None,
         )
-        residual = torch.randn(32, 96).to(dtype)
+        residual = torch.randn(32, 96)
         x = None if is_first else torch.randn(32, 96).to(dtype)
         out = layer(x, residual, weights, inputs.meta, inputs.cache)
         real = inputs.real_tokens
+        assert out.dtype is dtype
         results.append((out[real], residual[real], *inputs.cache))
     for fused, plain in zip(*results, strict=True):
         assert torch.equal(fused.nan_to_num(9.0), plain.nan_to_num(9.0))

@@ -114,6 +114,7 @@ def test_an_override_forces_a_provider(backends):
     backend = registry.select("three", {"attend": "plain"})
     assert backend.ops.attend(1, 2, 3, 4) == "plain attend"
     assert backend.choices["attend"].passed_over == {"fast": "plain is asked for"}
+    assert not backend.ops.float32_residual  # none of the providers asks for it
 
 
 @pytest.mark.parametrize(
@@ -159,5 +160,6 @@ def test_the_cpu_backend_has_every_op():
     assert backend.runtime.name == "cpu"
     assert set(backend.choices) == {*OP_NAMES, "decoder_layer"}
     assert {choice.provider for choice in backend.choices.values()} <= {"native", "torch"}
+    assert backend.ops.float32_residual
     forced = registry.select("cpu", {op: "torch" for op in OP_NAMES})
     assert {choice.provider for choice in forced.choices.values()} == {"torch"}

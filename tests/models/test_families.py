@@ -121,7 +121,7 @@ def test_a_layer_op_by_op_is_the_same(case, tmp_path, make_hf_model, loop, float
     hf.save_pretrained(tmp_path)
     model = load(tmp_path, float32_model)
     plain = TorchOps()
-    ops = SimpleNamespace(**{op: getattr(plain, op) for op in OP_NAMES})
+    ops = SimpleNamespace(**{op: getattr(plain, op) for op in (*OP_NAMES, "float32_residual")})
     by_op = load(tmp_path, lambda config: build(config, ops, torch.device("cpu"), torch.float32))
     rows = [(0, list(range(3, 40))), (1, [7]), (2, [9, 8])]
     whole = loop(model, 3, 40).step(rows)
