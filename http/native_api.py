@@ -16,6 +16,7 @@ from ..engine.api.errors import EngineError, RequestError
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import error_response
+from .limits import MAX_DETOKENIZED
 from .openai_api import (
     SERVER,
     chat_prompt,
@@ -275,7 +276,7 @@ class DetokenizeRequest(Wire):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds = Field(max_length=1 << 20)
+    tokens: TokenIds = Field(max_length=MAX_DETOKENIZED)
     skip_special_tokens: bool | None = None
 
 
@@ -292,13 +293,15 @@ async def tokenize(request: web.Request) -> web.Response:
         special = body.add_special_tokens is not False
         tokens = await text_prompt(server, body.prompt, add_special_tokens=special)
     model_name(server, body.model)
-    texts = [server.engine.tokenizer.token_str(token) for token in tokens]
+    texts: list[str] | None = None
+    if body.return_token_strs:
+        texts = [server.engine.tokenizer.token_str(token) for token in tokens]
     return json_response(
         {
             "count": len(tokens),
             "max_model_len": server.engine.max_model_len,
             "tokens": tokens,
-            "token_strs": texts if body.return_token_strs else None,
+            "token_strs": texts,
         }
     )
 
@@ -308,10 +311,12 @@ async def detokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     body = parse(DetokenizeRequest, await server.body(request))
     model_name(server, body.model)
-    if any(not 0 <= token < server.engine.vocab_size for token in body.tokens):
+    tokens, size = body.tokens, server.engine.vocab_size
+    if tokens and not 0 <= min(tokens) <= max(tokens) < size:
         raise RequestError("tokens: an id is outside the vocabulary", param="tokens")
     skips = body.skip_special_tokens is True
-    return json_response({"prompt": server.engine.tokenizer.decode(body.tokens, skips)})
+    prompt = await asyncio.to_thread(server.engine.tokenizer.decode, tokens, skips)
+    return json_response({"prompt": prompt})
 
 
 # --- watching and steering ---

@@ -13,10 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..engine.api.errors import RequestError
-from ..engine.api.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
+from ..engine.api.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 16384
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1000
+MAX_STOP_TOKENS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 REFUSED = {
     "audio": "audio",
@@ -75,11 +83,13 @@ class SamplingFields(Wire):
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = (
         None
     )
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=1024)] | None = None
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
+    ) = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -233,7 +243,7 @@ class ChatFields(Wire):
     messages: Annotated[
         list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)

@@ -18,6 +18,7 @@ from aiohttp import web
 from ..engine.api.errors import EngineError, Overloaded, RequestError, StokerError
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import SamplingParams
+from .limits import check_raw, check_sizes
 from .metrics import Meter, Metrics
 from .settings import ServerConfig
 
@@ -178,12 +179,14 @@ class Server:
                 raw = await request.read()
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {limit} s", status=408) from None
+        check_raw(raw, self.engine.max_model_len)
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             raise RequestError(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
+        check_sizes(body, self.engine.max_model_len)
         return {name: value for name, value in body.items() if value is not None}
 
     @contextlib.asynccontextmanager

@@ -255,6 +255,38 @@ async def test_a_small_body_gets_a_small_error():
         assert len(reply.raw) < 2500
 
 
+PART = {"type": "text", "text": "a"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "limit"),
+    [
+        (TEXT, text([1] * 257), "prompt", 256),
+        (TEXT, text([[1], [1] * 257]), "prompt.1", 256),
+        (TEXT, text(["a"] * 1025), "prompt", 1024),
+        ("/generate", {"input_ids": [1] * 257}, "input_ids", 256),
+        ("/generate", {"text": "a", "sampling_params": {"stop": ["a"] * 33}}, None, 32),
+        (CHAT, chat(stop=["a"] * 33), "stop", 32),
+        (CHAT, chat(messages=user("a") * 10_001), "messages", 10_000),
+        (CHAT, {"messages": [{"role": "user", "content": [PART] * 1001}]}, None, 1000),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 1001}]}, None, 1000),
+        (CHAT, {"messages": [{"role": "user", "content": [PART] * 1000}] * 21}, "messages", 20_000),
+        (CHAT, chat(tools=[TOOL] * 1001), "tools", 1000),
+        (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", 1024),
+        ("/detokenize", {"tokens": [1] * 1_000_001}, "tokens", 1_000_000),
+        (CHAT, chat(odd=[1] * (1 << 20) + [1, 2]), None, 1 << 20),
+    ],
+)
+async def test_long_lists_name_their_limit(path, body, field, limit):
+    async with Served(max_model_len=64) as s:
+        reply = await s.post(path, body)
+        assert reply.status == 400
+        assert str(limit) in reply.error["message"]
+        if field:
+            assert reply.error["param"] == field
+
+
 async def test_errors_of_the_engine():
     async with Served() as s:
         s.engine.refusal = EngineError("the step failed")
