@@ -7,14 +7,17 @@ Runs on: any (pure).
 """
 
 import argparse
+import difflib
 import importlib.metadata
 import os
+import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -22,8 +25,6 @@ from pydantic_settings import (
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
-    YamlConfigSettingsSource,
 )
 
 from ..engine.api.config import EngineConfig, option
@@ -139,33 +140,45 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig
     Raises:
         StartError: one line that names the field.
     """
-
+    values = _read(file) if file else {}
+    over = EnvSettingsSource(ServerConfig)() | flags
     try:
-        values = _read(file) if file else {}
-        return ServerConfig(**values | EnvSettingsSource(ServerConfig)() | flags)
+        return ServerConfig(**values | over)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"]))
         hint = ""
         if str(first["input"]).startswith("tcp://"):
             hint = f" (Kubernetes sets {ENV_PREFIX}{name.upper()}: use enableServiceLinks: false)"
-        raise StartError(f"{name}: {first['msg']}, got {first['input']!r}{hint}") from None
+        is_from_file = first["loc"] and first["loc"][0] in values.keys() - over.keys()
+        where = f"--config {file}: " if is_from_file else ""
+        raise StartError(f"{where}{name}: {first['msg']}, got {first['input']!r}{hint}") from None
 
 
 def _read(file: Path) -> dict[str, Any]:
-    sources = {
-        ".yaml": YamlConfigSettingsSource,
-        ".yml": YamlConfigSettingsSource,
-        ".toml": TomlConfigSettingsSource,
+    readers: dict[str, Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
     }
-    if file.suffix not in sources:
+    if file.suffix not in readers:
         raise StartError(f"--config {file}: want a .yaml or .toml file")
     if not file.is_file():
         raise StartError(f"--config {file}: no such file")
     try:
-        return sources[file.suffix](ServerConfig, file)()
+        values = readers[file.suffix](file.read_text())
     except Exception as error:  # each format's reader has its own
         raise StartError(f"--config {file}: {' '.join(str(error).split())}") from None
+    if values is None:  # an empty YAML file
+        return {}
+    if not isinstance(values, dict):
+        raise StartError(f"--config {file}: want settings by name, got a {type(values).__name__}")
+    for name in values:
+        if name not in ServerConfig.model_fields:
+            near = difflib.get_close_matches(str(name), ServerConfig.model_fields, 1)
+            hint = f" (nearest: {near[0]})" if near else ""
+            raise StartError(f"--config {file}: there is no setting {name!r}{hint}")
+    return values
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = ServerConfig) -> None:

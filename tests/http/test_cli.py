@@ -91,8 +91,25 @@ def test_wrong_settings_are_one_line(flags, words, capsys):
 def test_wrong_files(tmp_path, monkeypatch):
     file = tmp_path / "c.toml"
     file.write_text("prot = 1\n")
-    with pytest.raises(StartError, match="prot: Extra inputs are not permitted"):
+    with pytest.raises(StartError, match=r"c\.toml: there is no setting 'prot' \(nearest: port\)$"):
         config_of("--config", str(file))
+    file.write_text('port = "x"\n')
+    with pytest.raises(StartError, match=r"c\.toml: port: Input should be a valid integer"):
+        config_of("--config", str(file))
+    with pytest.raises(StartError, match=r"^port: Input should be a valid integer"):
+        config_of("--config", str(file), "--port", "y")
+    yaml = tmp_path / "c.yaml"
+    for text, words in {
+        "- port": "want settings by name, got a list",
+        "port": "want settings by name, got a str",
+        "7: 8": "there is no setting 7",
+        "a: [": "parsing",
+    }.items():
+        yaml.write_text(text)
+        with pytest.raises(StartError, match=rf"^--config [^\n]*c\.yaml: [^\n]*{words}[^\n]*$"):
+            config_of("--config", str(yaml))
+    yaml.write_text("# nothing\n")
+    assert config_of("--config", str(yaml)).port == 8000
     file.write_text("port = \n")
     with pytest.raises(StartError, match=r"c\.toml"):
         config_of("--config", str(file))
