@@ -11,6 +11,7 @@ from ..engine.api.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from .openai_types import MAX_MESSAGES, MAX_PROMPTS, MAX_STOP_TOKENS, MAX_TOOLS
 
 MAX_VALUES = 1 << 20  # of one body; orjson keeps the GIL, for some 20 ms then
+MAX_CONTAINERS = 1 << 17  # objects and lists of one body
 MAX_PARTS = 1000  # of one message's content, or of its tool calls
 MAX_ALL_PARTS = 20_000  # of all messages together
 MAX_DETOKENIZED = 1_000_000
@@ -28,10 +29,16 @@ _LIMITS = {
 
 
 def check_raw(raw: bytes, max_model_len: int) -> None:
-    """Raise RequestError where parsing would take long. Each value but the first has a comma."""
-    limit = max(MAX_VALUES, 4 * max_model_len)
-    if len(raw) > limit and raw.count(b",") > limit:
-        raise RequestError(f"the body holds more than {limit} values, by its commas")
+    """Raise RequestError where parsing would take long.
+
+    Marks inside of strings count too: a text with more of them than this is no prompt that fits.
+    """
+    for what, marks, limit in (
+        ("values, by its commas", b",", max(MAX_VALUES, 4 * max_model_len)),
+        ("objects and lists, by its brackets", b"{[", max(MAX_CONTAINERS, 4 * max_model_len)),
+    ):
+        if len(raw) > limit and sum(raw.count(mark) for mark in marks) > limit:
+            raise RequestError(f"the body holds more than {limit} {what}")
 
 
 def check_sizes(body: Mapping[str, Any], max_model_len: int) -> None:

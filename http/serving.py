@@ -342,7 +342,7 @@ async def _collect(work: Work, stream: "Stream", meter: Meter) -> list[Choice]:
 
 async def _share_prompt_logprobs(stream: "Stream") -> "AsyncIterator[Output]":
     """The engine gives them once, with choice 0: what others say before that is held back."""
-    known: Sequence[TokenLogprob | None] | None = None
+    known: tuple[TokenLogprob | None, ...] | None = None
     held: list[Output] = []
     begun: set[int] = set()
     async for output in stream:

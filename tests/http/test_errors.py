@@ -276,6 +276,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", 1024),
         ("/detokenize", {"tokens": [1] * 1_000_001}, "tokens", 1_000_000),
         (CHAT, chat(odd=[1] * (1 << 20) + [1, 2]), None, 1 << 20),
+        (CHAT, chat(chat_template_kwargs={"x": [{}] * (1 << 17)}), None, 1 << 17),
     ],
 )
 async def test_long_lists_name_their_limit(path, body, field, limit):
