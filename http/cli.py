@@ -168,10 +168,18 @@ def _backends(_: argparse.Namespace) -> None:
 
     from ..backends.registry import describe
 
-    table = Table("backend", "device", "op", "provider", "state")
+    console = Console()
+    tables: dict[str, Table] = {}
     for row in describe():
-        table.add_row(row.backend, row.device, row.op, row.provider, row.reason or "used")
-    Console().print(table)
+        if not row.op:  # the backend as a whole cannot run
+            console.print(row.reason, highlight=False, soft_wrap=True)
+            continue
+        name = f"backend {row.backend} on {row.device}"
+        table = tables.setdefault(name, Table("op", "provider", "state", title_justify="left"))
+        table.add_row(row.op, row.provider, row.reason or "used")
+    for name, table in tables.items():
+        console.print(name, highlight=False, soft_wrap=True)
+        console.print(table)
 
 
 def _version(_: argparse.Namespace) -> None:
@@ -283,6 +291,7 @@ def _announce(engine: "AsyncEngine", config: ServerConfig, host: str, port: int)
     key = "" if is_open else " -H 'Authorization: Bearer KEY'"
     print(f"Serving {engine.model_name} at {url}/v1")
     print(
-        f"  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{{{question}}}'",
+        f"  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' "
+        f'-d \'{{{question}, "max_tokens": 100, "temperature": 0}}\'',
         flush=True,
     )
