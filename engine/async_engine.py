@@ -118,11 +118,6 @@ class Stream:
                 raise
         return self._outputs.popleft()
 
-    @property
-    def num_buffered(self) -> int:
-        """Outputs that nobody has taken yet."""
-        return len(self._outputs)
-
     def abort(self) -> None:
         """Stop the request, if it still runs. What it computed stays in the prefix cache."""
         if self._detokenizers:

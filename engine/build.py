@@ -176,6 +176,8 @@ class Builder:
             raise StartError(str(error)) from None
         if hasattr(backend.runtime, "set_threads"):
             backend.runtime.set_threads(self.config.threads)
+        elif self.config.threads is not None:
+            raise StartError(f"--threads is for the cpu backend, not for {backend.runtime.name}")
         return backend
 
     def _weights(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> weights.Weights:
