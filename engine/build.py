@@ -21,6 +21,7 @@ from ..backends.api import BackendError
 from .api.config import EngineConfig
 from .api.errors import StartError
 from .core.budget import StepCost
+from .core.configure import chunk_tokens, make_scheduler
 from .core.scheduler import Scheduler
 from .models.blocks import Decoder
 from .runtime import kv_buffers, model_files, weights
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
-CPU_STEP_TOKENS = 512
-GPU_STEP_TOKENS = 8192
-GPU_STEP_S = 0.036
-BACKLOG_STRETCH = 4.0
 MAX_GRAPH_ROWS = 512
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
@@ -115,7 +112,7 @@ class Builder:
             runtime.synchronize()
             executor.shutdown(wait=False)
         max_running = config.max_running_requests
-        chunk = config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
+        chunk = chunk_tokens(config, is_cpu=is_cpu)
         max_step_tokens = chunk + max_running
         max_pages = -(-self.max_model_len // page_size)
 
@@ -146,25 +143,15 @@ class Builder:
         if not is_cpu:
             with self._phase("calibration"):
                 runner.calibrate(min(chunk, tokens - page_size), cost)
-        scheduler = Scheduler(
-            num_pages=1 + tokens // page_size,
+        scheduler = make_scheduler(
+            config,
+            kv_tokens=tokens,
             page_size=page_size,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
             max_model_len=self.max_model_len,
-            use_radix=not config.disable_radix_cache,
-            conservativeness=config.schedule_conservativeness,
-            max_step_s=self._max_step_s(is_cpu),
-            backlog_stretch=BACKLOG_STRETCH if config.max_step_ms is None else 1.0,
-            prefill_decode_interval=config.prefill_decode_interval,
+            is_cpu=is_cpu,
             cost=cost,
         )
         return scheduler, runner
-
-    def _max_step_s(self, is_cpu: bool) -> float | None:
-        if self.config.max_step_ms is not None:
-            return self.config.max_step_ms / 1e3
-        return None if is_cpu else GPU_STEP_S
 
     def _backend(self) -> Backend:
         overrides = {}

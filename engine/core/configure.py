@@ -1,0 +1,51 @@
+"""From the configuration to a scheduler: what serves a model and what simulates it do the same.
+
+Runs on: any (pure).
+"""
+
+from ..api.config import EngineConfig
+from .budget import StepCost
+from .scheduler import Scheduler
+
+CPU_STEP_TOKENS = 512
+GPU_STEP_TOKENS = 8192
+GPU_STEP_S = 0.036
+BACKLOG_STRETCH = 4.0
+
+
+def chunk_tokens(config: EngineConfig, *, is_cpu: bool) -> int:
+    """The most new prompt tokens a step."""
+    return config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
+
+
+def make_scheduler(
+    config: EngineConfig,
+    *,
+    kv_tokens: int,
+    page_size: int,
+    max_model_len: int,
+    is_cpu: bool,
+    cost: StepCost | None = None,
+) -> Scheduler:
+    """The scheduler of one engine.
+
+    Args:
+        kv_tokens: size of the KV pool; the last part of a page is left out.
+        cost: what is known of a step's time already.
+    """
+    max_step_s = None if is_cpu else GPU_STEP_S
+    if config.max_step_ms is not None:
+        max_step_s = config.max_step_ms / 1e3
+    return Scheduler(
+        num_pages=1 + kv_tokens // page_size,
+        page_size=page_size,
+        max_running=config.max_running_requests,
+        max_step_tokens=chunk_tokens(config, is_cpu=is_cpu) + config.max_running_requests,
+        max_model_len=max_model_len,
+        use_radix=not config.disable_radix_cache,
+        conservativeness=config.schedule_conservativeness,
+        max_step_s=max_step_s,
+        backlog_stretch=BACKLOG_STRETCH if config.max_step_ms is None else 1.0,
+        prefill_decode_interval=config.prefill_decode_interval,
+        cost=cost,
+    )
