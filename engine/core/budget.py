@@ -100,6 +100,12 @@ class StepBudget:
             self._seconds -= self._cost.per_token_s * q_len + self._cost.per_pair_s * pairs
 
 
+def calibration_chunks(limit: int) -> list[tuple[int, int]]:
+    """(tokens, context) of the chunks that are timed at the start, each within `limit` tokens."""
+    sizes = [(n, 0) for n in (128, 512, 1024, 2048, 4096) if n <= limit]
+    return sizes + [(n // 4, n - n // 4) for n, _ in sizes[-2:]]
+
+
 def pairs_of(q_len: int, context: int) -> float:
     """Pairs of a new token and a token that it attends to."""
     return q_len * (context + (q_len + 1) / 2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
-from ..core.budget import StepCost, pairs_of
+from ..core.budget import StepCost, calibration_chunks, pairs_of
 from ..core.plan import Logprobs, StepPlan, StepResult
 from .graphs import StepGraphs, chunk_plan
 from .inputs import Inputs
@@ -126,9 +126,7 @@ class ModelRunner:
 
         It writes to the pool's first pages, which nobody owns yet.
         """
-        sizes = [(n, 0) for n in (128, 512, 1024, 2048, 4096) if n <= num_tokens]
-        sizes += [(n // 4, n - n // 4) for n, _ in sizes[-2:]]
-        for n, context in sizes:
+        for n, context in calibration_chunks(num_tokens):
             for _ in range(2):  # the first loads what it needs
                 step = self.launch(chunk_plan(n, self.inputs.page_size, context))
                 step.wait()
