@@ -9,7 +9,7 @@ Runs on: any (pure).
 
 from array import array
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import StokerError
 from .sampling_params import SamplingParams
@@ -28,6 +28,9 @@ class Add:
         stop_token_ids: the ids that end the output, end-of-sequence included unless ignored.
         seed: 64-bit; choice i derives its own from it.
         namespace: requests share cached prefixes only inside one namespace (adapter, salt, ...).
+        priority: larger goes first.
+        client: who asks (API key or user), for fairness between clients.
+        grammar: compiled, immutable; None for free text. Opaque to the scheduler.
     """
 
     request_id: int
@@ -39,6 +42,8 @@ class Add:
     arrival_s: float
     namespace: tuple[str, ...] = ()
     priority: int = 0
+    client: str = ""
+    grammar: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,8 @@ class Stats:
 
     Attributes:
         batch_tokens: tokens of the last step.
+        received: requests (Add) that the scheduler has taken in.
+        undone_steps: steps for which the device had no memory, planned anew and smaller.
         plan_s, launch_s, commit_s: the GPU thread's own work, wall time; of it, cpu_s is time
             on a processor: the rest is waiting for the GIL or for the host's scheduler.
         wait_s: time in which the GPU thread waited for the device, without the GIL.
@@ -128,7 +135,9 @@ class Stats:
     num_free_pages: int = 0
     num_cached_pages: int = 0
     batch_tokens: int = 0
+    received: int = 0
     steps: int = 0
+    undone_steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -4,10 +4,16 @@ A row is one request in one step. Rows with one new token (decode) come first, t
 Everything per request that stays constant lives in tables on the device that are indexed by the
 request's slot; a plan carries only what changed.
 
+Masked rows are those that sample under a grammar. Which tokens it allows depends on all tokens
+before, so such a row is planned only when the result of the step that sampled the last of them has
+been committed: its mask is always known at launch. With a step in flight it therefore sits out
+every second step; the other rows run in each.
+
 Runs on: any (pure).
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +32,7 @@ class Admission:
         prompt_len: how many of them are prompt.
         stop_token_ids: masked while the output is shorter than params.min_tokens.
         seed: 64 bits, this choice's own.
+        grammar: of the Add. `tokens[prompt_len:]` have passed it already.
     """
 
     slot: int
@@ -34,6 +41,7 @@ class Admission:
     prompt_len: int
     stop_token_ids: tuple[int, ...]
     seed: int
+    grammar: Any = None
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class StepPlan:
         shared_groups: decode rows whose contexts begin with the same pages, as (row indices
             int32 [k >= 2], shared length in tokens, a multiple of the page size). A kernel may
             read such a prefix once for all of them; ignoring the list is correct too.
+        masked: int32 [n], the rows that sample under a grammar.
     """
 
     step: int
@@ -75,6 +84,7 @@ class StepPlan:
     score_tokens: dict[int, np.ndarray] = field(default_factory=dict)
     admitted: list[Admission] = field(default_factory=list)
     shared_groups: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    masked: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def num_rows(self) -> int:
@@ -108,6 +118,8 @@ class StepResult:
         logprobs: of the sampled tokens [rows], where any row asked for them.
         prompt_logprobs: row to the log-probabilities of its score_tokens, [q_len] positions (the
             entry of a -1 means nothing).
+        forced: masked row to the tokens that its grammar forces behind the sampled one; they are
+            known without being computed and have no log-probabilities.
     """
 
     step: int
@@ -116,3 +128,4 @@ class StepResult:
     seconds: float = 0.0
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)

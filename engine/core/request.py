@@ -31,6 +31,7 @@ class Request:
         num_shared: tokens at its beginning whose pages belong to the tree; it owns the rest.
         num_cached: prompt tokens found in the cache at the first admission; -1 before it.
         is_published: whether its prompt was put into the tree since its last admission.
+        is_constrained: whether a grammar restricts its output.
         wants_logprobs: whether its facts carry log-probabilities of any kind.
         prompt_logprobs: by position, None where not known; None as a whole when not asked for or
             already sent.
@@ -41,6 +42,7 @@ class Request:
         "add",
         "choice",
         "finish_reason",
+        "is_constrained",
         "is_published",
         "limit",
         "max_tokens",
@@ -71,6 +73,7 @@ class Request:
         self.node: Node | None = None
         self.num_shared = 0
         self.num_cached = -1
+        self.is_constrained = add.grammar is not None
         self.is_published = False
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if add.params.prompt_logprobs is not None and choice == 0:
@@ -78,10 +81,13 @@ class Request:
         self.wants_logprobs = add.params.logprobs is not None or self.prompt_logprobs is not None
         self.finish_reason: FinishReason | None = None
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether its output is long enough for a stop token to end it."""
-        return len(self.tokens) - self.prompt_len >= self.add.params.min_tokens
+    def append(self, token: int) -> FinishReason | None:
+        """A new output token; tells whether it is the last, and why."""
+        self.tokens.append(token)
+        length = len(self.tokens)
+        if token in self.stop_token_ids and length - self.prompt_len >= self.add.params.min_tokens:
+            return "stop"
+        return "length" if length >= self.limit else None
 
     def known_tokens(self, start: int, end: int) -> np.ndarray:
         """A copy of the tokens [start, end), int32."""

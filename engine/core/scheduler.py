@@ -3,6 +3,7 @@
     handle(message)   what the loop asks for
     plan(now)         the next step's work, or None
     commit(result)    account for a step that ended; gives what to tell the loop
+    undo(free_bytes)  the newest step could not be launched
 
 A request has its tokens and `num_computed`; each step computes some of the difference. There is no
 prefill phase and no decode phase: a row with one new token is called decode, a longer one a chunk.
@@ -23,13 +24,14 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..api.errors import EngineError, RequestError, StokerError
+from ..api.errors import EngineError, Overloaded, RequestError, StokerError
 from ..api.messages import (
     Abort,
     Add,
@@ -63,6 +65,9 @@ COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all ot
 
 MIN_SHARED = 256  # tokens that decode rows must share to be told to the runner
 
+EXPIRY_INTERVAL_S = 0.1  # how often the queue is searched for requests that waited too long
+STEPS_UNTIL_LARGER = 64  # after a step that ran out of memory, until twice as much is tried
+
 
 @dataclass(slots=True)
 class _Step:
@@ -72,11 +77,13 @@ class _Step:
     slots: np.ndarray
     serials: np.ndarray
     requests: list[Request]
+    q_lens: np.ndarray
     kv_lens: np.ndarray
     samples: np.ndarray
     num_tokens: int
     num_pairs: float
     score_starts: dict[int, int]  # row to the position of its first new token
+    told: set[int]  # slots of which the runner learns something, beside the rows'
 
 
 class Scheduler:
@@ -96,6 +103,7 @@ class Scheduler:
             they lose more by short chunks than the running streams gain.
         prefill_decode_interval: while streams run, so many steps without chunks after each with.
         cost: predicts a step's time; learns from the steps that it is told of.
+        queue_timeout_s: a request that has waited so long for its first turn is refused.
     """
 
     def __init__(
@@ -113,6 +121,7 @@ class Scheduler:
         backlog_stretch: float = 1.0,
         prefill_decode_interval: int = 0,
         cost: StepCost | None = None,
+        queue_timeout_s: float | None = None,
     ):
         self.page_size = page_size
         self.max_running = max_running
@@ -125,6 +134,7 @@ class Scheduler:
         self.backlog_stretch = backlog_stretch
         self.prefill_decode_interval = prefill_decode_interval
         self.cost = cost or StepCost()
+        self.queue_timeout_s = queue_timeout_s
         self._policy = policy
         self._max_ratio = min(START_RATIO * conservativeness, 1.0)
         self._min_ratio = self._max_ratio * FLOOR_SHARE
@@ -155,7 +165,15 @@ class Scheduler:
         self._limit = np.zeros(n, np.int32)  # length at which it ends
         self._compute_limit = np.zeros(n, np.int32)  # the last token's KV is not needed
         self._generates = np.zeros(n, np.bool_)  # False where only the prompt is computed
+        self._is_constrained = np.zeros(n, np.bool_)
+        self._num_constrained = 0
         self._dirty: dict[int, int] = {}  # slot to the first table index the device must learn
+        self._untold: set[int] = set()  # slots of which the runner must learn all again
+
+        # What a step may hold for now: less than max_step_tokens after one ran out of memory.
+        self._step_tokens = max_step_tokens
+        self._steps_until_larger = 0
+        self._next_expiry_s = math.inf  # before it nobody has waited too long
 
         # The groups of the last step, and what they were computed from.
         self._shared_groups: list[tuple[np.ndarray, int]] = []
@@ -164,6 +182,8 @@ class Scheduler:
 
         self._mean_new_tokens = 0.0  # that a request has to compute, a moving mean
         self._num_admissions = 0
+        self._num_received = 0
+        self._num_undone = 0
         self._num_waiting_tokens = 0
         self._num_steps = 0
         self._last_chunk_step = -(2**31)
@@ -184,6 +204,7 @@ class Scheduler:
         """Take a message in. What it gives to tell comes with the next commit or drain_facts."""
         match message:
             case Add():
+                self._num_received += 1
                 self._add(message)
             case Abort(request_id, choice):
                 for request in list(self._requests.get(request_id, ())):
@@ -229,6 +250,10 @@ class Scheduler:
             self._waiting.extendleft(reversed(requests))
         else:
             self._waiting.extend(requests)
+        if self.queue_timeout_s is not None:
+            for request in requests:
+                due = request.add.arrival_s + self.queue_timeout_s
+                self._next_expiry_s = min(self._next_expiry_s, due)
         self._num_waiting_tokens += sum(len(request.tokens) for request in requests)
 
     def _dequeue(self, request: Request) -> None:
@@ -246,9 +271,13 @@ class Scheduler:
         if len(self._in_flight) > 1:
             raise RuntimeError("two steps are in flight: commit the older one first")
         self._now = now
+        if now >= self._next_expiry_s:
+            self._expire()
         if not len(self._order) and not self._waiting:
             self._ratio = self._max_ratio
             return None
+        if self._untold and self._in_flight:
+            return None  # what the runner must learn again holds every token so far
         retractions = self._retractions
         while True:
             decode, new_pages = self._plan_decode()
@@ -271,7 +300,10 @@ class Scheduler:
         """Slots with one token to compute, and the block-table entries they need for it."""
         while True:
             order = self._order
-            decode = order[self._num_missing(order) == 1][: self.max_step_tokens]
+            is_due = self._num_missing(order) == 1
+            if self._num_constrained:  # a mask needs all tokens before its own
+                is_due &= ~self._is_constrained[order] | (self._pending[order] == 0)
+            decode = order[is_due][: self._step_tokens]
             short = decode[self._computed[decode] >= self._capacity[decode]]
             if len(short) <= self._num_available:
                 break
@@ -284,7 +316,7 @@ class Scheduler:
 
     def _budget(self, decode: np.ndarray) -> StepBudget:
         """What chunks may take of this step, beside the running streams' tokens."""
-        num_tokens = self.max_step_tokens - len(decode)
+        num_tokens = self._step_tokens - len(decode)
         if not len(decode):
             return StepBudget(num_tokens, None, 0.0)
         if self._num_steps - self._last_chunk_step < self.prefill_decode_interval:
@@ -345,11 +377,11 @@ class Scheduler:
         running = [self._owner(slot) for slot in self._order.tolist()]
         if len(running) == 1:
             (request,) = running
-            self._refuse(
-                request,
+            message = (
                 f"the KV pool of {self.pool.capacity * self.page_size} tokens is full: "
-                f"{len(request.tokens)} tokens of this request leave no room for the next",
+                f"{len(request.tokens)} tokens of this request leave no room for the next"
             )
+            self._refuse(request, EngineError(message))
             return
         victim = min(
             running,
@@ -384,17 +416,7 @@ class Scheduler:
                 chunks.append((slot, q_len))
         for request in admitted:
             self._dequeue(request)
-        return [
-            Admission(
-                slot=request.slot,
-                params=request.add.params,
-                tokens=request.known_tokens(0, len(request.tokens)),
-                prompt_len=request.prompt_len,
-                stop_token_ids=tuple(sorted(request.stop_token_ids)),
-                seed=request.seed,
-            )
-            for request in admitted
-        ]
+        return [_admission(request) for request in admitted]
 
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
@@ -428,6 +450,8 @@ class Scheduler:
         self._limit[slot] = limit
         self._compute_limit[slot] = max(request.prompt_len, limit - 1)
         self._generates[slot] = request.max_tokens > 0
+        self._is_constrained[slot] = request.is_constrained
+        self._num_constrained += request.is_constrained
         request.slot = slot
         self._settle(request, node, num_matched)
         request.is_published = False
@@ -474,6 +498,13 @@ class Scheduler:
         self._length[slots] += samples
         self._pending[slots] += samples
 
+        told = {admission.slot for admission in admitted}
+        if self._untold:
+            again = self._untold.intersection(slots.tolist()) - told
+            admitted = admitted + [_admission(self._owner(slot)) for slot in sorted(again)]
+            self._dirty |= dict.fromkeys(again, 0)
+            self._untold -= again | told
+        told |= self._dirty.keys()
         entries: list[tuple[np.ndarray, ...]] = [new_pages]
         for slot, first in self._dirty.items():
             indices = np.arange(first, self._capacity[slot] // self.page_size, dtype=np.int32)
@@ -503,6 +534,9 @@ class Scheduler:
             admitted=admitted,
             shared_groups=self._share(decode),
         )
+        if self._num_constrained:
+            masked = np.flatnonzero(samples & self._is_constrained[slots])
+            plan.masked = masked.astype(np.int32)
         self._batch_tokens = plan.num_tokens
         requests = [self._owner(slot) for slot in slots.tolist()]
         self._in_flight.append(
@@ -511,14 +545,66 @@ class Scheduler:
                 slots,
                 self._serial[slots],
                 requests,
+                q_lens,
                 kv_lens,
                 samples,
                 plan.num_tokens,
                 num_pairs,
                 score_starts,
+                told,
             )
         )
         return plan
+
+    def undo(self, free_bytes: int) -> None:
+        """The device had no memory for the newest step: nothing of it counts.
+
+        It may have been launched in part, so all that the runner knows of its requests is told
+        again with their next rows. Steps are smaller for a while: running requests that find no
+        place pause. A step of one token cannot be smaller: its request fails.
+
+        Args:
+            free_bytes: of the device, for the error's text.
+        """
+        step = self._in_flight.pop()
+        self._computed[step.slots] -= step.q_lens
+        self._length[step.slots] -= step.samples
+        self._pending[step.slots] -= step.samples
+        self._untold |= step.told | set(step.slots.tolist())
+        self._num_undone += 1
+        self._step_tokens = max(1, step.num_tokens // 2)
+        self._steps_until_larger = STEPS_UNTIL_LARGER
+        if step.num_tokens == 1:
+            message = (
+                f"the device has no memory for one token after {step.kv_lens[0] - 1} of this "
+                f"request, with {free_bytes >> 20} MiB free"
+            )
+            self._refuse(step.requests[0], EngineError(message))
+
+    def _grow_steps(self) -> None:
+        """Let steps be larger again, some time after one ran out of memory."""
+        self._steps_until_larger -= 1
+        if not self._steps_until_larger:
+            self._step_tokens = min(2 * self._step_tokens, self.max_step_tokens)
+            if self._step_tokens < self.max_step_tokens:
+                self._steps_until_larger = STEPS_UNTIL_LARGER
+
+    def _expire(self) -> None:
+        """Refuse the requests that have waited too long for their first turn."""
+        assert self.queue_timeout_s is not None
+        limit, oldest = self.queue_timeout_s, math.inf
+        late: list[int] = []
+        for request in self._waiting:
+            if request.num_cached < 0:  # never admitted
+                if self._now - request.add.arrival_s >= limit:
+                    late.append(request.request_id)
+                else:
+                    oldest = min(oldest, request.add.arrival_s)
+        for request_id in late:
+            for request in list(self._requests.get(request_id, ())):  # its siblings wait too
+                if request.num_cached < 0:
+                    self._refuse(request, Overloaded(f"the request waited longer than {limit:g} s"))
+        self._next_expiry_s = max(oldest + limit, self._now + EXPIRY_INTERVAL_S)
 
     def _share(self, decode: np.ndarray) -> list[tuple[np.ndarray, int]]:
         """Decode rows that begin with the same MIN_SHARED or more cached tokens, by group."""
@@ -557,6 +643,8 @@ class Scheduler:
         if result.step != step.step:
             raise RuntimeError(f"the result of step {result.step} came for step {step.step}")
         self._now = now
+        if self._steps_until_larger:
+            self._grow_steps()
         if result.seconds and (step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0):
             self.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
         # Slots that still belong to whom they belonged at launch. The others' requests have ended,
@@ -578,21 +666,18 @@ class Scheduler:
             if request.finish_reason is not None:
                 continue
             if not is_finite:
-                self._refuse(request, "the model gave no finite value for this request")
+                error = EngineError("the model gave no finite value for this request")
+                self._refuse(request, error)
                 continue
             if not request.is_published:
                 self._commit_prompt(request, step, row, result)
             if not is_sampled:
                 continue
-            tokens = request.tokens
-            tokens.append(token)
-            num_generated += 1
-            reason: FinishReason | None = None
-            stop_token_id = None
-            if token in request.stop_token_ids and request.may_stop:
-                reason, stop_token_id = "stop", token
-            elif len(tokens) >= request.limit:
-                reason = "length"
+            token_ids: tuple[int, ...] = (token,)
+            reason = request.append(token)
+            if row in result.forced and reason is None:
+                reason, token_ids = self._force(request, token, result.forced[row])
+            num_generated += len(token_ids)
             logprobs = prompt_logprobs = None
             if request.wants_logprobs:
                 logprobs, prompt_logprobs = _logprobs_of(request, result, row)
@@ -600,20 +685,36 @@ class Scheduler:
                 Tokens(
                     request.request_id,
                     request.choice,
-                    (token,),
+                    token_ids,
                     logprobs,
                     reason,
-                    stop_token_id,
+                    token_ids[-1] if reason == "stop" else None,
                     request.num_cached,
                     prompt_logprobs,
                 )
             )
             if not request.slot:
-                self._num_waiting_tokens += 1
+                self._num_waiting_tokens += len(token_ids)
             if reason is not None:
                 self._end(request, reason)
         self._generated_tokens += num_generated
         return self.drain_facts()
+
+    def _force(
+        self, request: Request, token: int, forced: tuple[int, ...]
+    ) -> tuple[FinishReason | None, tuple[int, ...]]:
+        """Append what a grammar forces behind a token, up to the request's end."""
+        reason: FinishReason | None = None
+        token_ids = [token]
+        for each in forced:
+            token_ids.append(each)
+            reason = request.append(each)
+            if reason is not None:
+                break
+        if slot := request.slot:
+            self._length[slot] = len(request.tokens)
+            self._last_token[slot] = token_ids[-1]
+        return reason, tuple(token_ids)
 
     def _commit_prompt(self, request: Request, step: _Step, row: int, result: StepResult) -> None:
         """What a row gives besides a token while its request's prompt is not published."""
@@ -664,9 +765,8 @@ class Scheduler:
 
     # ---- ends --------------------------------------------------------------------------------
 
-    def _refuse(self, request: Request, message: str) -> None:
-        """End one choice with an error of ours. Nothing of it since its last publish is cached."""
-        error: StokerError = EngineError(message)
+    def _refuse(self, request: Request, error: StokerError) -> None:
+        """End one choice with an error. Nothing of it since its last publish is cached."""
         self._facts.append(Refused(request.request_id, error, request.choice))
         self._end(request, "error", keep_prefix=False)
 
@@ -710,9 +810,11 @@ class Scheduler:
         self._settle(request, None, 0)
         request.is_published = False
         request.slot = 0
+        self._num_constrained -= request.is_constrained
         self._owners[slot] = None
         self._serial[slot] = 0
         self._dirty.pop(slot, None)
+        self._untold.discard(slot)
         self._order = self._order[self._order != slot]
         self._free_slots.append(slot)
 
@@ -741,7 +843,9 @@ class Scheduler:
             num_pages=self.pool.capacity,
             num_free_pages=self.pool.num_free,
             num_cached_pages=self.tree.num_evictable + self.tree.num_protected,
+            received=self._num_received,
             steps=self._num_steps,
+            undone_steps=self._num_undone,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
@@ -805,6 +909,18 @@ class Scheduler:
             f"{alive} requests, of which {len(self._order)} run, {len(self._waiting)} wait and "
             f"{siblings} are siblings"
         )
+
+
+def _admission(request: Request) -> Admission:
+    return Admission(
+        slot=request.slot,
+        params=request.add.params,
+        tokens=request.known_tokens(0, len(request.tokens)),
+        prompt_len=request.prompt_len,
+        stop_token_ids=tuple(sorted(request.stop_token_ids)),
+        seed=request.seed,
+        grammar=request.add.grammar,
+    )
 
 
 def _token_logprob(logprobs: Logprobs, i: int, k: int) -> TokenLogprob:

@@ -15,6 +15,7 @@ from stoker.engine.core.request import derive_seed
 from stoker.engine.core.scheduler import Scheduler
 
 VOCAB = 50
+ADD_FIELDS = ("client", "grammar", "priority")  # of Engine.add, beside the sampling parameters
 MASK = 2**64 - 1
 
 
@@ -49,13 +50,21 @@ def expected_output(add: Add, choice: int, max_tokens: int | None = None) -> tup
     limit = add.max_tokens if max_tokens is None else max_tokens
     while len(output) < limit:
         token = sample(total, seed, len(tokens))
-        tokens.append(token)
-        output.append(token)
-        h = mix(h, token)
-        total = (total + h) & MASK
-        if token in add.stop_token_ids and len(output) >= add.params.min_tokens:
-            return output, "stop"
+        for each in (token, *forced_by(add.grammar, token))[: limit - len(output)]:
+            tokens.append(each)
+            output.append(each)
+            h = mix(h, each)
+            total = (total + h) & MASK
+            if each in add.stop_token_ids and len(output) >= add.params.min_tokens:
+                return output, "stop"
     return output, "length"
+
+
+def forced_by(grammar: int | None, token: int) -> tuple[int, ...]:
+    """A grammar is a number here: so many tokens are forced behind each that 3 divides."""
+    if grammar is None or token % 3:
+        return ()
+    return tuple((token + i) % VOCAB for i in range(1, grammar + 1))
 
 
 class Device:
@@ -96,7 +105,13 @@ class Device:
             assert length < plan.kv_lens[members].min()
         tokens = np.full(rows, -1, np.int32)
         finite = np.ones(rows, np.bool_)
-        scores = {}
+        scores, forced = {}, {}
+        masked = [
+            row
+            for row, slot in enumerate(plan.slots.tolist())
+            if plan.samples[row] and self.admissions[slot].grammar is not None
+        ]
+        assert plan.masked.tolist() == masked and plan.masked.dtype == np.int32
         start = 0
         for row, slot in enumerate(plan.slots.tolist()):
             q_len, kv_len = int(plan.q_lens[row]), int(plan.kv_lens[row])
@@ -105,6 +120,7 @@ class Device:
             admission = self.admissions[slot]
             self.computed[admission.seed] = self.computed.get(admission.seed, 0) + q_len
             first = kv_len - q_len
+            assert row not in masked or FROM_DEVICE not in new, "its mask cannot be known yet"
             h = int(self._kv(slot, first)[-1]) if first else admission.params.top_k
             for position, token in enumerate(new, first):
                 if token == FROM_DEVICE:
@@ -118,12 +134,14 @@ class Device:
             if plan.samples[row]:
                 total = int(self._kv(slot, kv_len).sum(dtype=np.uint64))
                 tokens[row] = self.last_token[slot] = sample(total, admission.seed, kv_len)
+                forced[row] = forced_by(admission.grammar, int(tokens[row]))
             if admission.seed in self.nan_seeds:
                 finite[row] = False
             if plan.prompt_logprobs[row] >= 0:
                 scores[row] = logprobs_of(plan.score_tokens[row], int(plan.prompt_logprobs[row]))
         logprobs = logprobs_of(tokens, 5)
-        return StepResult(plan.step, tokens, finite, 0.0, logprobs, scores)
+        forced = {row: ids for row, ids in forced.items() if ids}
+        return StepResult(plan.step, tokens, finite, 0.0, logprobs, scores, forced)
 
     def _kv(self, slot: int, n: int) -> np.ndarray:
         pages = self.table[slot, : -(-n // self.page_size)]
@@ -160,6 +178,7 @@ class Engine:
 
     def add(self, prompt, *, max_tokens=8, request_id=None, stop=(), seed=None, n=1, **kw) -> Add:
         namespace = kw.pop("namespace", 0)
+        own = {name: kw.pop(name) for name in ADD_FIELDS if name in kw}
         request_id = len(self.adds) + 1 if request_id is None else request_id
         add = Add(
             request_id=request_id,
@@ -171,6 +190,7 @@ class Engine:
             seed=1000 + request_id if seed is None else seed,
             arrival_s=self.now,
             namespace=(f"ns{namespace}",),
+            **own,
         )
         self.adds[request_id] = add
         self.scheduler.handle(add)
@@ -328,6 +348,7 @@ def random_engine(seed: int, **kw) -> Engine:
                 stop=rng.sample(range(VOCAB), rng.choice([0, 0, 2])),
                 namespace=namespace,
                 prompt_logprobs=rng.choice([None, None, None, 1]),
+                grammar=rng.choice([None, None, 0, 2]),
             )
         elif action < 0.9 and engine.adds:
             choice = rng.choice([None, None, 0, 1])
@@ -356,6 +377,7 @@ def core():
         FairnessWatch=FairnessWatch,
         Scheduler=Scheduler,
         VOCAB=VOCAB,
+        expected_output=expected_output,
         random_engine=random_engine,
         run_random=run_random,
     )

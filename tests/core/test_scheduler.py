@@ -18,6 +18,11 @@ def prompt(n, first=1):
     return [first + i % 40 for i in range(n)]
 
 
+@pytest.fixture(scope="module")
+def expected_output(core):
+    return core.expected_output
+
+
 def tokens_of(engine, request_id=1, choice=0):
     return engine.outputs.get((request_id, choice), [])
 
@@ -543,6 +548,73 @@ def test_seeds_of_choices_differ_and_fit_64_bits():
     # First outputs of SplitMix64 from seed 1234567, as published with the generator.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [derive_seed(1234567, c) % 2**64 for c in (1, 2, 3)] == published
+
+
+# ---- grammars ------------------------------------------------------------------------------
+
+
+def test_constrained_rows_sit_out_while_their_token_is_in_flight(make_engine):
+    engine = make_engine(overlap=True)
+    engine.add(prompt(4), max_tokens=9)
+    engine.add(prompt(4, 10), max_tokens=4, grammar=0)
+    engine.run()
+    rows = [(plan.num_rows, plan.masked.tolist()) for plan in engine.plans]
+    assert rows == [(2, [1]), (1, [])] + [(2, [1]), (1, [])] * 3 + [(1, [])]
+    engine.assert_outputs()
+
+
+def test_constrained_rows_alone_alternate(make_engine, overlap):
+    engine = make_engine(overlap=overlap)
+    engine.add(prompt(4), max_tokens=6, grammar=0)
+    engine.run()
+    assert [plan.num_rows for plan in engine.plans] == [1] * 6
+    assert all(plan.masked.tolist() == [0] for plan in engine.plans)
+    engine.assert_outputs()
+
+
+def test_without_overlap_constrained_rows_join_every_step(make_engine):
+    engine = make_engine(overlap=False)
+    engine.add(prompt(4), max_tokens=6)
+    engine.add(prompt(4, 10), max_tokens=6, grammar=0)
+    engine.run()
+    assert [plan.masked.tolist() for plan in engine.plans] == [[1]] * 6
+
+
+def test_a_chunk_that_does_not_sample_is_not_masked(make_engine, overlap):
+    engine = make_engine(overlap=overlap, max_step_tokens=4)
+    engine.add(prompt(10), max_tokens=2, grammar=0)
+    engine.run()
+    assert [plan.masked.tolist() for plan in engine.plans] == [[], [], [0], [0]]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+@pytest.mark.parametrize("max_step_tokens", [2, 32])
+def test_forced_tokens_save_steps(make_engine, overlap, max_tokens, max_step_tokens):
+    engine = make_engine(overlap=overlap, max_step_tokens=max_step_tokens)
+    engine.add([3, 6, 9], max_tokens=max_tokens, grammar=4, seed=5)
+    engine.run()
+    engine.assert_outputs()
+    engine.assert_drained()
+    samples = sum(plan.samples.sum() for plan in engine.plans)
+    facts = [fact for fact in engine.facts if isinstance(fact, Tokens)]
+    assert samples == len(facts) and sum(len(fact.token_ids) for fact in facts) == max_tokens
+    assert max_tokens < 9 or samples < max_tokens
+
+
+def test_a_stop_among_forced_tokens_ends_there(make_engine, expected_output, overlap):
+    engine = make_engine(overlap=overlap)
+    output, _ = expected = expected_output(
+        engine.add([3, 6, 9], max_tokens=20, grammar=4, seed=5), 0
+    )
+    at = next(i for i, token in enumerate(output) if not token % 3)
+    stop = output[at + 2]
+    assert stop not in output[: at + 2]
+    engine.run()
+    engine.add([3, 6, 9], max_tokens=20, grammar=4, seed=5, stop=[stop])
+    engine.run()
+    assert tokens_of(engine, 2) == expected[0][: at + 3] and engine.reasons[2, 0] == "stop"
+    last = [fact for fact in engine.facts if isinstance(fact, Tokens)][-1]
+    assert last.stop_token_id == stop and last.token_ids == tuple(output[at : at + 3])
 
 
 # ---- log-probabilities ---------------------------------------------------------------------

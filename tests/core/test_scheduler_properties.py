@@ -52,6 +52,7 @@ def machine(core):
             stop=st.sets(st.integers(0, core.VOCAB - 1), max_size=2),
             namespace=st.integers(0, 1),
             prompt_logprobs=st.sampled_from([None, None, 2]),
+            grammar=st.sampled_from([None, None, 0, 3]),
         )
         def add(self, shared, own, max_tokens, **params):
             self.send([i % core.VOCAB for i in range(shared)] + own, max_tokens, params)
