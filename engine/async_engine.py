@@ -275,6 +275,7 @@ class AsyncEngine:
             lambda error: loop.call_soon_threadsafe(self._die, error),
             overlap=False if config.disable_overlap else None,
             check=check_each_step(config),
+            open_log=builder.open_step_log,
         )
         await loop.run_in_executor(self._pool, builder.find_files)
         self._thread.start()

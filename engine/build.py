@@ -26,6 +26,7 @@ from .core.scheduler import Scheduler
 from .models.blocks import Decoder
 from .runtime import kv_buffers, model_files, weights
 from .runtime.runner import ModelRunner
+from .step_log import StepLog
 from .text.chat_template import ChatTemplate
 from .text.tokenizer import Tokenizer
 
@@ -152,6 +153,23 @@ class Builder:
             cost=cost,
         )
         return scheduler, runner
+
+    def open_step_log(self, scheduler: Scheduler, runner: ModelRunner) -> StepLog | None:
+        """The log that --step-log asks for. Raises StartError."""
+        config, runtime = self.config, runner.runtime
+        if config.step_log is None:
+            return None
+        engine = {
+            "model": self.model_name,
+            "backend": runtime.name,
+            "is_cpu": runtime.device.type == "cpu",
+            "page_size": scheduler.page_size,
+            "kv_tokens": scheduler.pool.capacity * scheduler.page_size,
+            "max_model_len": self.max_model_len,
+            "config": config.model_dump(mode="json", include=set(EngineConfig.model_fields)),
+        }
+        is_async = runtime.is_async and not config.disable_overlap
+        return StepLog(Path(config.step_log), engine, is_async=is_async)
 
     def _backend(self) -> Backend:
         overrides = {}

@@ -19,6 +19,7 @@ from typing import Any
 from .api.messages import Fact, Message, Shutdown, Stats
 from .core.scheduler import Scheduler
 from .runtime.runner import InFlight, ModelRunner
+from .step_log import StepLog
 
 IDLE_WAIT_S = 0.5  # an idle thread looks up this often, so that its heartbeat stays fresh
 
@@ -33,6 +34,7 @@ class GPUThread(threading.Thread):
         post: takes the facts of a step; called on this thread.
         on_ready: called once with None, or with the error that load raised.
         on_death: called with the error that ended the loop, if any.
+        open_log: opens the log of steps, where one is wanted; called on this thread.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class GPUThread(threading.Thread):
         *,
         overlap: bool | None = None,
         check: bool = False,
+        open_log: Callable[[Scheduler, ModelRunner], StepLog | None] | None = None,
     ):
         super().__init__(name="stoker-gpu", daemon=True)
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -54,11 +57,15 @@ class GPUThread(threading.Thread):
         self._on_death = on_death
         self._overlap = overlap
         self._check = check
+        self._open_log = open_log
+        self._log: StepLog | None = None
 
     def run(self) -> None:
         """Load, then loop."""
         try:
             scheduler, runner = self._load()
+            if self._open_log is not None:
+                self._log = self._open_log(scheduler, runner)
         except BaseException as error:  # reported to whoever starts the engine
             self._on_ready(error)
             return
@@ -67,6 +74,9 @@ class GPUThread(threading.Thread):
             self._loop(scheduler, runner)
         except BaseException as error:
             self._on_death(error)
+        finally:
+            if self._log is not None:
+                self._log.close()
 
     def _loop(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         overlap = runner.runtime.is_async if self._overlap is None else self._overlap
@@ -81,6 +91,8 @@ class GPUThread(threading.Thread):
                 return
             spent.start()
             plan = scheduler.plan(time.monotonic())
+            if plan is not None and self._log is not None:
+                self._log.planned(plan)
             spent.count("plan_s")
             launched = runner.launch(plan) if plan is not None else None
             spent.count("launch_s")
@@ -100,6 +112,8 @@ class GPUThread(threading.Thread):
             if facts or result is not None or num_received:  # an abort changes figures only
                 self._post(facts, replace(scheduler.stats(), **spent.seconds))
             spent.count("commit_s")
+            if result is not None and self._log is not None:
+                self._log.done(result.seconds, spent.own_s)
 
     def _receive(self, scheduler: Scheduler, *, wait: bool) -> int | None:
         """Hand all waiting messages to the scheduler; how many they were, None after Shutdown."""
@@ -122,6 +136,11 @@ class _Spent:
         names = ("plan_s", "launch_s", "wait_s", "commit_s", "cpu_s", "device_s")
         self.seconds: dict[str, Any] = dict.fromkeys(names, 0.0)
         self.start()
+
+    @property
+    def own_s(self) -> float:
+        """The thread's own work so far; a device that does not work beside it is in it."""
+        return self.seconds["plan_s"] + self.seconds["launch_s"] + self.seconds["commit_s"]
 
     def start(self) -> None:
         """Leave out the time until now."""

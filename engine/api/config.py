@@ -100,3 +100,6 @@ class EngineConfig(BaseModel):
     check: bool = option(
         False, "verify the page ledger after every step (slow; also STOKER_CHECK=1)", "debug"
     )
+    step_log: str | None = option(
+        None, "write each step's size and time into this file, for stoker simulate", "debug"
+    )
