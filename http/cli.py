@@ -7,8 +7,8 @@ Runs on: loop.
 
 import argparse
 import asyncio
-import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.api.config import EngineConfig
 from ..engine.api.errors import StokerError
+from .logs import set_up_logging
 from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
 
 if TYPE_CHECKING:
@@ -93,14 +94,15 @@ def _add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    from .app import listen, serve
+    from .app import serve
+    from .connection import listen, tls
 
-    sock = listen(config)  # before the model loads: a used port is known at once
+    config.keys(), tls(config)  # before the model loads: what is wrong is known at once
+    sock = listen(config)
 
     async def run() -> int:
         engine = await start_engine(config)
-        host, port = sock.getsockname()[:2]
-        return await serve(engine, config, sock, lambda: _announce(engine, config, host, port))
+        return await serve(engine, config, sock, lambda: _announce(engine, config, sock))
 
     return _run(run())
 
@@ -191,7 +193,7 @@ def _version(_: argparse.Namespace) -> None:
 
 def _config(arguments: argparse.Namespace, **defaults: Any) -> ServerConfig:
     config = load_config({**defaults, **given_flags(arguments)}, arguments.config)
-    _set_up_logging(config)
+    set_up_logging(config)
     for name in unknown_variables():
         log.warning("nothing reads the environment variable %s", name)
     return config
@@ -203,30 +205,6 @@ def _run(main: Coroutine[Any, Any, Any]) -> Any:
         from uvloop import new_event_loop as make_loop
     with asyncio.Runner(loop_factory=make_loop) as runner:
         return runner.run(main)
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def _set_up_logging(config: ServerConfig) -> None:
-    handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    handler.setFormatter(_JsonFormatter() if config.log_format == "json" else text)
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
-    if config.log_level != "debug":  # a traceback for each malformed request is a way to flood us
-        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
 async def start_engine(config: ServerConfig) -> "AsyncEngine":
@@ -279,19 +257,25 @@ class StartProgress:
                 log.info("%s: %d of %d", phase, done, total)
 
 
-def _announce(engine: "AsyncEngine", config: ServerConfig, host: str, port: int) -> None:
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+def _announce(engine: "AsyncEngine", config: ServerConfig, sock: socket.socket) -> None:
+    scheme, curl = ("https" if config.ssl_certfile else "http"), "curl"
     is_open = not (config.api_key or config.api_key_file)
-    if is_open and host not in ("127.0.0.1", "::1"):
-        log.warning("anyone who reaches %s:%d may use the server: set --api-key", host, port)
+    if config.uds is not None:
+        url, curl = f"{scheme}://localhost", f"curl --unix-socket {config.uds}"
+    else:
+        host, port = sock.getsockname()[:2]
+        if is_open and host not in ("127.0.0.1", "::1"):
+            log.warning("anyone who reaches %s:%d may use the server: set --api-key", host, port)
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     route, question = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     if engine.chat_template is None:
         route, question = "completions", '"prompt": "Hello"'
     key = "" if is_open else " -H 'Authorization: Bearer KEY'"
-    print(f"Serving {engine.model_name} at {url}/v1")
+    where = f" on {config.uds}" if config.uds is not None else ""
+    print(f"Serving {engine.model_name} at {url}/v1{where}")
     print(
-        f"  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' "
+        f"  {curl} {url}/v1/{route}{key} -H 'Content-Type: application/json' "
         f'-d \'{{{question}, "max_tokens": 100, "temperature": 0}}\'',
         flush=True,
     )

@@ -25,6 +25,14 @@ TYPES = {
 CODES = {401: "invalid_api_key", 405: "method_not_allowed", 413: "body_too_large"}
 
 
+class RateLimited(RequestError):
+    """The caller was too fast; it may come back after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float):
+        super().__init__(message, code="rate_limit_exceeded", status=429)
+        self.retry_after_s = retry_after_s
+
+
 def error_object(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
@@ -67,9 +75,9 @@ def stoker_object(error: StokerError) -> dict[str, Any]:
 
 
 def stoker_response(error: StokerError) -> web.Response:
-    """The HTTP response of one of our own errors; Overloaded says when to come back."""
+    """The HTTP response of one of our own errors; some say when to come back."""
     headers = {}
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | RateLimited):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return web.Response(
         body=orjson.dumps(stoker_object(error)),

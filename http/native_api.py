@@ -18,7 +18,6 @@ from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import error_response
 from .limits import MAX_DETOKENIZED
 from .openai_api import (
-    SERVER,
     chat_prompt,
     chosen_logprob,
     json_response,
@@ -28,7 +27,7 @@ from .openai_api import (
     truncate,
 )
 from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts
-from .serving import CALLER, Choice, new_id
+from .serving import CALLER, SERVER, Choice, new_id
 from .settings import version
 from .sse import DONE, EventStream
 

@@ -27,13 +27,12 @@ from .openai_types import (
     StreamOptions,
     TokenIds,
 )
-from .serving import Choice, Server, Work, new_id
+from .serving import SERVER, Choice, Server, Work, new_id
 from .sse import DONE, ChunkEncoder, EventStream
 
 if TYPE_CHECKING:
     from ..engine import Output, Stream
 
-SERVER: web.AppKey[Server] = web.AppKey("server", Server)
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Body = TypeVar("Body", bound=BaseModel)

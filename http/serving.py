@@ -6,6 +6,7 @@ Runs on: loop.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -174,6 +175,8 @@ class Server:
                 f"Content-Type must be application/json, got {kind[:128]}", status=415
             )
         limit = self.config.body_timeout_s
+        if (request.content_length or 0) > self.config.max_body_bytes:  # before it is read
+            raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, request.content_length)
         try:
             async with asyncio.timeout(limit):
                 raw = await request.read()
@@ -203,14 +206,15 @@ class Server:
         work = Work(caller, {caller.id}, task)
         self.works.add(work)
         self.idle.clear()
-        limit, timer = self.config.request_timeout_s, None
-        if limit is not None:
-            late = RequestError(
-                f"the request took longer than {limit} s", code="timeout", status=504
-            )
-            timer = asyncio.get_running_loop().call_later(limit, work.end, late)
+        timer: asyncio.TimerHandle | None = None
         outcome = "abort"
         try:
+            limit = self._time_limit(request)
+            if limit is not None:
+                late = RequestError(
+                    f"the request took longer than {limit:g} s", code="timeout", status=504
+                )
+                timer = asyncio.get_running_loop().call_later(limit, work.end, late)
             yield work
         except asyncio.CancelledError as error:
             cause = work.cause(error)
@@ -231,6 +235,19 @@ class Server:
             self.works.remove(work)
             if not self.works:
                 self.idle.set()
+
+    def _time_limit(self, request: web.Request) -> float | None:
+        """Seconds that it may take: the client may ask for less than the server's limit."""
+        ours, text = self.config.request_timeout_s, request.headers.get("X-Request-Timeout")
+        if text is None:
+            return ours
+        try:
+            asked = float(text)
+        except ValueError:
+            asked = 0.0
+        if not 0 < asked < math.inf:
+            raise RequestError(f"X-Request-Timeout: want seconds above 0, got {text[:32]!r}")
+        return asked if ours is None else min(asked, ours)
 
     def _admit(self) -> None:
         reason = self.unready()
@@ -276,6 +293,8 @@ class Server:
             namespace = ("key", work.caller.key_digest, *namespace)
         work.params = params
         for prompt in prompts:
+            if self.config.log_prompts:
+                log.info("prompt %r with %s", self.engine.tokenizer.decode(prompt, False), params)
             try:
                 stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
             except Overloaded:
@@ -330,6 +349,9 @@ class Server:
             self.metrics.tick()
             for events in tuple(self.event_streams):
                 await events.keep_alive()
+
+
+SERVER: web.AppKey[Server] = web.AppKey("server", Server)
 
 
 async def _collect(work: Work, stream: "Stream", meter: Meter) -> list[Choice]:

@@ -53,6 +53,11 @@ class ServerConfig(EngineConfig, BaseSettings):
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", "http")
     port: int = option(8000, "port to listen on; 0 takes a free one", "http", ge=0, le=65535)
+    uds: Path | None = option(None, "Unix socket to listen on, instead of host and port", "http")
+    ssl_certfile: Path | None = option(None, "certificate chain (PEM): serve over TLS", "http")
+    ssl_keyfile: Path | None = option(
+        None, "its private key, where the certificate's file has none", "http"
+    )
     served_model_name: Texts = option(
         (), "name that clients use (repeatable: aliases); the model's own by default", "http"
     )
@@ -67,6 +72,9 @@ class ServerConfig(EngineConfig, BaseSettings):
     api_key_file: Path | None = option(None, "file with one API key a line", "access")
     admin_key: str | None = option(
         None, "key of the admin routes (/flush_cache, abort_all)", "access"
+    )
+    rate_limit: int | None = option(
+        None, "requests a minute that an API key may make; more get 429", "access", ge=1
     )
     isolate_cache_per_key: bool = option(
         False, "clients with different API keys share no cached prefixes", "access"
@@ -94,6 +102,7 @@ class ServerConfig(EngineConfig, BaseSettings):
     )
     log_format: Literal["text", "json"] = option("text", "one line or one JSON object each", "log")
     access_log: bool = option(False, "log a line for each HTTP request", "log")
+    log_prompts: bool = option(False, "log every prompt, and how it is sampled", "log")
 
     @field_validator("served_model_name", "cors_origin", "api_key", mode="before")
     @classmethod
@@ -113,16 +122,18 @@ class ServerConfig(EngineConfig, BaseSettings):
 
     def keys(self) -> tuple[str, ...]:
         """All API keys, those of the key file included. Raises StartError."""
-        if self.api_key_file is None:
-            return self.api_key
-        try:
-            lines = self.api_key_file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartError(f"--api-key-file {self.api_key_file}: {error}") from None
-        keys = tuple(filter(None, map(str.strip, lines)))
-        if not keys:
-            raise StartError(f"--api-key-file {self.api_key_file} holds no key")
-        return self.api_key + keys
+        keys = self.api_key
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise StartError(f"--api-key-file {self.api_key_file}: {error}") from None
+            keys += tuple(filter(None, map(str.strip, lines)))
+            if keys == self.api_key:
+                raise StartError(f"--api-key-file {self.api_key_file} holds no key")
+        if self.rate_limit and not keys:
+            raise StartError("--rate-limit counts by API key: it needs --api-key")
+        return keys
 
     def public(self) -> dict[str, Any]:
         """The configuration as JSON values, without the secrets."""

@@ -1,0 +1,182 @@
+"""Sockets and connections: listening, TLS, and what aiohttp does not do by itself.
+
+A request that is no HTTP gets OpenAI's error object too. A client that has closed only its sending
+side still gets its answer; one that is gone is found out within a moment.
+
+Runs on: loop.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import stat
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http_exceptions import LineTooLong
+
+from ..engine.api.errors import StartError
+from .errors import error_response
+from .serving import CALLER, SERVER, new_id
+from .settings import ServerConfig
+
+MAX_HEADERS, MAX_HEADER_BYTES = 128, 8190
+PRODUCT = "stoker"  # the Server header; no version: it would tell which holes to try
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_S = 0.1
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket that is bound but does not listen yet: the port is taken before a model loads.
+
+    Raises:
+        StartError: the address is wrong or in use.
+    """
+    if config.uds is not None:
+        return _listen_unix(config.uds)
+    try:
+        found = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise StartError(f"cannot listen on {config.host}:{config.port}: {why}") from None
+    return sock
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            if sock.connect_ex(str(path)) == 0:
+                raise OSError(None, "another server listens there")
+            path.unlink()  # a server that was killed left it
+        sock.bind(str(path))
+        os.chmod(path, 0o660)
+    except OSError as error:
+        sock.close()
+        raise StartError(f"cannot listen on {path}: {error.strerror or error}") from None
+    return sock
+
+
+def tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """The certificate to serve with, or None for plain HTTP. Raises StartError."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise StartError("--ssl-keyfile needs --ssl-certfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # ssl's errors are OSErrors
+        raise StartError(f"--ssl-certfile {config.ssl_certfile}: {error}") from None
+    return context
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """The application with the limits and habits that aiohttp does not have by default."""
+    config = app[SERVER].config
+    return _Runner(
+        app,
+        handler_cancellation=True,  # a client that leaves cancels its handler
+        auto_decompress=False,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        shutdown_timeout=2.0,
+        access_log_class=AccessLog,
+        access_log=logging.getLogger("stoker.access") if config.access_log else None,
+    )
+
+
+class _Runner(web.AppRunner):
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            **self._kwargs,
+        )
+
+
+class _Server(web.Server):
+    def __call__(self) -> "Connection":
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's protocol, with our errors and with half-closed clients."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What the parser refuses, as OpenAI's error object."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer was already on its way")
+        text = "internal error" if status >= 500 else (message or "this is no HTTP request")
+        if isinstance(exc, LineTooLong):
+            status, text = 431, f"the request line or a header is over {MAX_HEADER_BYTES} bytes"
+        elif text.startswith("Too many headers"):
+            status, text = 431, f"there are more than {MAX_HEADERS} headers"
+        headers = {"Server": PRODUCT, "X-Request-Id": new_id("")}
+        response = error_response(text, status, headers=headers)
+        response.force_close()
+        return response
+
+    def eof_received(self) -> bool:
+        """The client sends no more. Whether it still reads is known only by writing to it: an
+        interim response means nothing to one that does; one that is gone resets the connection.
+        """
+        request = self._current_request
+        transport = self.transport
+        if (
+            request is None
+            or transport is None
+            or transport.get_extra_info("ssl_object") is not None  # TLS has no half-closed state
+            or request.version < (1, 1)  # and HTTP/1.0 no interim responses
+            or not request.content.is_eof()
+        ):
+            return False
+        self.close()  # once this request is answered
+        self._probe(request, PROBE_S)
+        return True
+
+    def _probe(self, request: web.BaseRequest, next_s: float) -> None:
+        is_answered = request is not self._current_request or request.writer.output_size
+        if self.transport is None or is_answered:
+            return  # from here on the answer's own bytes tell
+        self.transport.write(CONTINUE)
+        asyncio.get_running_loop().call_later(next_s, self._probe, request, min(2 * next_s, 2.0))
+
+
+class AccessLog(AbstractAccessLogger):
+    """One line a request, without its query string."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """Log an answer that was sent."""
+        fields: dict[str, Any] = {
+            "request_id": request[CALLER].id if CALLER in request else "-",
+            "method": request.method,
+            "path": request.path,
+            "status": response.status,
+            "seconds": round(time, 6),
+        }
+        self.logger.info(
+            "%(request_id)s %(method)s %(path)s %(status)d %(seconds).3fs",
+            fields,
+            extra={"fields": fields},
+        )
