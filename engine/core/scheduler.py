@@ -24,10 +24,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,48 +39,26 @@ from ..api.messages import (
     Message,
     Refused,
     Stats,
-    TokenLogprob,
     Tokens,
 )
 from .budget import StepBudget, StepCost
+from .check import check_ledger
+from .launch import LaunchedStep, NewPages, launch
+from .logprobs import logprobs_of_row, prompt_logprobs_of_row, take_prompt_logprobs
 from .pages import PagePool
-from .plan import FROM_DEVICE, Admission, Logprobs, StepPlan, StepResult
+from .plan import StepPlan, StepResult
 from .policy import Policy, fcfs
 from .radix import Node, RadixTree
 from .request import Request
-
-# Admission reserves (tokens still to generate, at most MAX_RESERVED) * ratio for each request. The
-# ratio falls while decoding goes well, since most requests stop early; constants as in SGLang.
-MAX_RESERVED = 4096
-START_RATIO = 0.7
-FLOOR_SHARE = 0.14
-DECAY_STEPS = 600
-STEPS_AFTER_RETRACTION = 20
+from .reserve import Reserve
+from .shared_prefix import SharedPrefixes
+from .slots import Slots
+from .waiting import WaitingQueue
 
 FULL_BACKLOG = 32768  # waiting tokens, uncached as it seems, at which steps are stretched most
 COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all others, each
 
-MIN_SHARED = 256  # tokens that decode rows must share to be told to the runner
-
-EXPIRY_INTERVAL_S = 0.1  # how often the queue is searched for requests that waited too long
 STEPS_UNTIL_LARGER = 64  # after a step that ran out of memory, until twice as much is tried
-
-
-@dataclass(slots=True)
-class _Step:
-    """A launched step, as far as its commit needs it; arrays are [rows]."""
-
-    step: int
-    slots: np.ndarray
-    serials: np.ndarray
-    requests: list[Request]
-    q_lens: np.ndarray
-    kv_lens: np.ndarray
-    samples: np.ndarray
-    num_tokens: int
-    num_pairs: float
-    score_starts: dict[int, int]  # row to the position of its first new token
-    told: set[int]  # slots of which the runner learns something, beside the rows'
 
 
 class Scheduler:
@@ -134,57 +109,25 @@ class Scheduler:
         self.backlog_stretch = backlog_stretch
         self.prefill_decode_interval = prefill_decode_interval
         self.cost = cost or StepCost()
-        self.queue_timeout_s = queue_timeout_s
+        self.slots = Slots(max_running, -(-max_model_len // page_size), page_size)
+        self.waiting = WaitingQueue(queue_timeout_s)
         self._policy = policy
-        self._max_ratio = min(START_RATIO * conservativeness, 1.0)
-        self._min_ratio = self._max_ratio * FLOOR_SHARE
-        self._ratio = self._max_ratio
+        self._reserve = Reserve(conservativeness)
+        self._shared = SharedPrefixes()
         self._now = 0.0
 
         self._requests: dict[int, list[Request]] = {}  # unfinished choices by request id
-        self._waiting: deque[Request] = deque()
         self._siblings: dict[int, list[Request]] = {}  # choices that wait for choice 0's prompt
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._facts: list[Fact] = []
-
-        # By slot. The block table is the host's mirror of the device's; `zeros` touches no memory
-        # before it is used.
-        n = max_running + 1
-        self._owners: list[Request | None] = [None] * n
-        self._free_slots = list(range(max_running, 0, -1))
-        # Running slots in order of admission; intp, by which numpy indexes fastest.
-        self._order = np.empty(0, np.intp)
-        self._table = np.zeros((n, -(-max_model_len // page_size)), np.int32)
-        self._serial = np.zeros(n, np.int64)  # of the admission; 0 for nobody
-        self._committed = np.zeros(n, np.int32)
-        self._computed = np.zeros(n, np.int32)
-        self._length = np.zeros(n, np.int32)
-        self._pending = np.zeros(n, np.int32)
-        self._capacity = np.zeros(n, np.int32)  # tokens that its pages hold
-        self._last_token = np.zeros(n, np.int32)
-        self._limit = np.zeros(n, np.int32)  # length at which it ends
-        self._compute_limit = np.zeros(n, np.int32)  # the last token's KV is not needed
-        self._generates = np.zeros(n, np.bool_)  # False where only the prompt is computed
-        self._is_constrained = np.zeros(n, np.bool_)
-        self._num_constrained = 0
-        self._dirty: dict[int, int] = {}  # slot to the first table index the device must learn
-        self._untold: set[int] = set()  # slots of which the runner must learn all again
 
         # What a step may hold for now: less than max_step_tokens after one ran out of memory.
         self._step_tokens = max_step_tokens
         self._steps_until_larger = 0
-        self._next_expiry_s = math.inf  # before it nobody has waited too long
-
-        # The groups of the last step, and what they were computed from.
-        self._shared_groups: list[tuple[np.ndarray, int]] = []
-        self._shared_of: tuple[int, np.ndarray] = (-1, self._order)
-        self._num_moves = 0  # times that a request's node changed
 
         self._mean_new_tokens = 0.0  # that a request has to compute, a moving mean
-        self._num_admissions = 0
         self._num_received = 0
         self._num_undone = 0
-        self._num_waiting_tokens = 0
         self._num_steps = 0
         self._last_chunk_step = -(2**31)
         self._prompt_tokens = 0
@@ -198,7 +141,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan, a commit or a drain of facts is due."""
-        return bool(len(self._order) or self._waiting or self._in_flight or self._facts)
+        return bool(len(self.slots.order) or self.waiting or self._in_flight or self._facts)
 
     def handle(self, message: Message) -> None:
         """Take a message in. What it gives to tell comes with the next commit or drain_facts."""
@@ -239,26 +182,11 @@ class Scheduler:
         max_tokens = min(add.max_tokens, room)
         first, *rest = (Request(add, choice, max_tokens) for choice in range(add.params.n))
         self._requests[add.request_id] = [first, *rest]
-        self._enqueue([first])
+        self.waiting.add([first])
         if rest and self.use_radix:
             self._siblings[add.request_id] = rest
         else:
-            self._enqueue(rest)
-
-    def _enqueue(self, requests: list[Request], *, front: bool = False) -> None:
-        if front:
-            self._waiting.extendleft(reversed(requests))
-        else:
-            self._waiting.extend(requests)
-        if self.queue_timeout_s is not None:
-            for request in requests:
-                due = request.add.arrival_s + self.queue_timeout_s
-                self._next_expiry_s = min(self._next_expiry_s, due)
-        self._num_waiting_tokens += sum(len(request.tokens) for request in requests)
-
-    def _dequeue(self, request: Request) -> None:
-        self._waiting.remove(request)
-        self._num_waiting_tokens -= len(request.tokens)
+            self.waiting.add(rest)
 
     # ---- plan --------------------------------------------------------------------------------
 
@@ -271,47 +199,56 @@ class Scheduler:
         if len(self._in_flight) > 1:
             raise RuntimeError("two steps are in flight: commit the older one first")
         self._now = now
-        if now >= self._next_expiry_s:
-            self._expire()
-        if not len(self._order) and not self._waiting:
-            self._ratio = self._max_ratio
+        for request_id in self.waiting.expired(now):
+            self._expire(request_id)
+        if not len(self.slots.order) and not self.waiting:
+            self._reserve.reset()
             return None
-        if self._untold and self._in_flight:
+        if self.slots.untold and self._in_flight:
             return None  # what the runner must learn again holds every token so far
         retractions = self._retractions
         while True:
             decode, new_pages = self._plan_decode()
             budget = self._budget(decode)
             chunks = self._plan_chunks(budget)
-            if len(decode) or chunks or self._in_flight or not len(self._order):
+            if len(decode) or chunks or self._in_flight or not len(self.slots.order):
                 break
             self._make_way()
-        admitted: list[Admission] = []
+        admitted: list[Request] = []
         if self._retractions == retractions:
             admitted = self._admit(budget, chunks)
             if len(decode):
-                decay = (self._max_ratio - self._min_ratio) / DECAY_STEPS
-                self._ratio = max(self._min_ratio, self._ratio - decay)
+                self._reserve.decay()
         if not len(decode) and not chunks:
             return None
-        return self._launch(decode, chunks, admitted, new_pages)
+        self._num_steps += 1
+        if chunks:
+            self._last_chunk_step = self._num_steps
+        groups = self._shared.groups(self.slots, decode)
+        plan, launched = launch(
+            self._num_steps, self.slots, decode, chunks, admitted, new_pages, groups
+        )
+        self._in_flight.append(launched)
+        self._batch_tokens = plan.num_tokens
+        return plan
 
-    def _plan_decode(self) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _plan_decode(self) -> tuple[np.ndarray, NewPages]:
         """Slots with one token to compute, and the block-table entries they need for it."""
+        slots = self.slots
         while True:
-            order = self._order
-            is_due = self._num_missing(order) == 1
-            if self._num_constrained:  # a mask needs all tokens before its own
-                is_due &= ~self._is_constrained[order] | (self._pending[order] == 0)
+            order = slots.order
+            is_due = slots.num_missing(order) == 1
+            if slots.num_constrained:  # a mask needs all tokens before its own
+                is_due &= ~slots.is_constrained[order] | (slots.pending[order] == 0)
             decode = order[is_due][: self._step_tokens]
-            short = decode[self._computed[decode] >= self._capacity[decode]]
+            short = decode[slots.computed[decode] >= slots.capacity[decode]]
             if len(short) <= self._num_available:
                 break
             self._make_way()
-        indices = self._capacity[short] // self.page_size
+        indices = slots.capacity[short] // self.page_size
         pages = self._take(len(short))
-        self._table[short, indices] = pages
-        self._capacity[short] += self.page_size
+        slots.table[short, indices] = pages
+        slots.capacity[short] += self.page_size
         return decode, (short.astype(np.int32), indices, pages)
 
     def _budget(self, decode: np.ndarray) -> StepBudget:
@@ -323,31 +260,32 @@ class Scheduler:
             num_tokens = 0
         if self.max_step_s is None or not self.cost.is_known:
             return StepBudget(num_tokens, None, 0.0)
-        num_pairs = float(self._computed[decode].sum()) + len(decode)
+        num_pairs = float(self.slots.computed[decode].sum()) + len(decode)
         taken = self.cost.seconds(len(decode), num_pairs)
-        backlog = min(len(self._waiting) * self._mean_new_tokens / FULL_BACKLOG, 1.0)
+        backlog = min(len(self.waiting) * self._mean_new_tokens / FULL_BACKLOG, 1.0)
         limit = self.max_step_s * (1 + (self.backlog_stretch - 1) * backlog)
         return StepBudget(num_tokens, self.cost, limit - taken)
 
     def _plan_chunks(self, budget: StepBudget) -> list[tuple[int, int]]:
         """(slot, q_len) of running requests with more than a token to compute, oldest first."""
         chunks: list[tuple[int, int]] = []
-        order = self._order
-        missing = self._num_missing(order)
+        order = self.slots.order
+        missing = self.slots.num_missing(order)
         behind = missing > 1
         for slot, num_missing in zip(order[behind].tolist(), missing[behind].tolist(), strict=True):
-            context = int(self._computed[slot])
-            q_len = self._grow(slot, budget.chunk(num_missing, context))
+            q_len = self._take_chunk(slot, num_missing, budget)
             if q_len == 0:
                 break
-            budget.spend(q_len, context)
             chunks.append((slot, q_len))
         return chunks
 
-    def _num_missing(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens to compute, the pending one included."""
-        target = np.minimum(self._length[slots], self._compute_limit[slots])
-        return target - self._computed[slots]
+    def _take_chunk(self, slot: int, num_missing: int, budget: StepBudget) -> int:
+        """How many of a slot's missing tokens this step computes; finds the pages for them."""
+        context = int(self.slots.computed[slot])
+        q_len = self._grow(slot, budget.chunk(num_missing, context))
+        if q_len:
+            budget.spend(q_len, context)
+        return q_len
 
     @property
     def _num_available(self) -> int:
@@ -360,21 +298,17 @@ class Scheduler:
 
     def _grow(self, slot: int, q_len: int) -> int:
         """Find pages for the next q_len tokens; returns how many of them have room."""
-        computed = int(self._computed[slot])
-        first = int(self._capacity[slot]) // self.page_size
-        n = min(-(-(computed + q_len) // self.page_size) - first, self._num_available)
-        if n > 0:
-            self._table[slot, first : first + n] = self._take(n)
-            self._capacity[slot] += n * self.page_size
-            self._touch_table(slot, first)
-        return min(q_len, int(self._capacity[slot]) - computed)
-
-    def _touch_table(self, slot: int, index: int) -> None:
-        self._dirty[slot] = min(index, self._dirty.get(slot, index))
+        slots = self.slots
+        computed = int(slots.computed[slot])
+        wanted = -(-(computed + q_len) // self.page_size) - slots.num_pages(slot)
+        if (n := min(wanted, self._num_available)) > 0:
+            slots.extend(slot, self._take(n))
+        return min(q_len, int(slots.capacity[slot]) - computed)
 
     def _make_way(self) -> None:
         """Retract the running request that loses least; one that is alone fails."""
-        running = [self._owner(slot) for slot in self._order.tolist()]
+        slots = self.slots
+        running = slots.owners()
         if len(running) == 1:
             (request,) = running
             message = (
@@ -386,73 +320,46 @@ class Scheduler:
         victim = min(
             running,
             key=lambda r: (
-                int(self._length[r.slot]) - r.prompt_len,
+                int(slots.length[r.slot]) - r.prompt_len,
                 -r.prompt_len,
-                -int(self._serial[r.slot]),
+                -int(slots.serial[r.slot]),
             ),
         )
+        running.remove(victim)
+        num_output = sum(int(slots.length[r.slot]) - r.prompt_len for r in running)
+        self._reserve.retracted(len(running), num_output, sum(r.max_tokens for r in running))
         self._release(victim, keep_prefix=True)
         # A token of it that is still in flight is appended at commit, in the queue.
-        self._enqueue([victim], front=True)
+        self.waiting.add([victim], front=True)
         self._retractions += 1
-        survivors = [request for request in running if request is not victim]
-        num_output = sum(int(self._length[r.slot]) - r.prompt_len for r in survivors)
-        num_wanted = sum(request.max_tokens for request in survivors)
-        expected = num_output + STEPS_AFTER_RETRACTION * len(survivors)
-        self._ratio = min(1.0, expected / (num_wanted + 1))
 
-    def _admit(self, budget: StepBudget, chunks: list[tuple[int, int]]) -> list[Admission]:
+    def _admit(self, budget: StepBudget, chunks: list[tuple[int, int]]) -> list[Request]:
         """Admit waiting requests up to the first that does not fit; appends their chunks."""
         admitted: list[Request] = []
-        for request in self._policy(self._waiting):
-            if budget.is_spent or not self._free_slots or not self._try_admit(request):
+        slots = self.slots
+        for request in self._policy(self.waiting):
+            if budget.is_spent or not slots.free or not self._try_admit(request):
                 break
             admitted.append(request)
-            slot = request.slot
-            context = int(self._computed[slot])
-            num_missing = int(self._num_missing(self._order[-1:])[0])
-            if q_len := self._grow(slot, budget.chunk(num_missing, context)):
-                budget.spend(q_len, context)
-                chunks.append((slot, q_len))
+            num_missing = int(slots.num_missing(slots.order[-1:])[0])
+            if q_len := self._take_chunk(request.slot, num_missing, budget):
+                chunks.append((request.slot, q_len))
         for request in admitted:
-            self._dequeue(request)
-        return [_admission(request) for request in admitted]
+            self.waiting.remove(request)
+        return admitted
 
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
         length = len(request.tokens)
-        limit = request.limit
         # One token must be left to compute, for its logits; prompt logprobs need all of them.
         is_matchable = self.use_radix and request.prompt_logprobs is None
         tokens = request.known_tokens(0, length - 1 if is_matchable else 0)
         node, pages, num_matched = self.tree.match(tokens, request.add.namespace, self._now)
         self.tree.lock(node)  # first, for the match itself shrinks what can be evicted
-        if len(self._order):  # a request alone fits: _add saw to it
-            order = self._order
-            future = np.minimum(self._limit[order] - self._length[order], MAX_RESERVED).sum()
-            owed = np.maximum(self._length[order] - self._capacity[order], 0).sum()
-            free = self._num_available * self.page_size - owed - future * self._ratio
-            wanted = length - num_matched + min(limit - length, MAX_RESERVED) * self._ratio
-            if wanted + self.page_size > free:
-                self.tree.unlock(node)
-                return False
-        slot = self._free_slots.pop()
-        self._owners[slot] = request
-        self._order = np.append(self._order, slot)
-        self._num_admissions += 1
-        self._serial[slot] = self._num_admissions
-        self._table[slot, : len(pages)] = pages
-        self._touch_table(slot, 0)
-        self._committed[slot] = self._computed[slot] = self._capacity[slot] = num_matched
-        self._length[slot] = length
-        self._pending[slot] = 0
-        self._last_token[slot] = request.tokens[-1]
-        self._limit[slot] = limit
-        self._compute_limit[slot] = max(request.prompt_len, limit - 1)
-        self._generates[slot] = request.max_tokens > 0
-        self._is_constrained[slot] = request.is_constrained
-        self._num_constrained += request.is_constrained
-        request.slot = slot
+        if not self._has_room(request, num_matched):
+            self.tree.unlock(node)
+            return False
+        self.slots.open(request, pages, num_matched)
         self._settle(request, node, num_matched)
         request.is_published = False
         self._mean_new_tokens += 0.1 * (length - num_matched - self._mean_new_tokens)
@@ -462,99 +369,17 @@ class Scheduler:
             self._cached_tokens += num_matched
         return True
 
-    def _launch(
-        self,
-        decode: np.ndarray,
-        chunks: list[tuple[int, int]],
-        admitted: list[Admission],
-        new_pages: tuple[np.ndarray, np.ndarray, np.ndarray],
-    ) -> StepPlan:
-        """Write the plan down and count it as computed."""
-        chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: those of one token join the decodes
-        slots = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.intp)])
-        q_lens = np.ones(len(slots), np.int32)
-        prompt_logprobs = np.full(len(slots), -1, np.int32)
-        tokens = [np.where(self._pending[decode] > 0, FROM_DEVICE, self._last_token[decode])]
-        score_tokens: dict[int, np.ndarray] = {}
-        score_starts: dict[int, int] = {}
-        for row, (slot, q_len) in enumerate(chunks, len(decode)):
-            request = self._owner(slot)
-            start = int(self._computed[slot])
-            q_lens[row] = q_len
-            tokens.append(request.known_tokens(start, start + q_len))
-            k = request.add.params.prompt_logprobs
-            if k is not None and request.prompt_logprobs and start < request.prompt_len - 1:
-                following = request.known_tokens(
-                    start + 1, min(start + 1 + q_len, request.prompt_len)
-                )
-                score_tokens[row] = np.full(q_len, -1, np.int32)
-                score_tokens[row][: len(following)] = following
-                score_starts[row] = start
-                prompt_logprobs[row] = k
-
-        kv_lens = self._computed[slots] + q_lens
-        samples = (kv_lens == self._length[slots]) & self._generates[slots]
-        self._computed[slots] = kv_lens
-        self._length[slots] += samples
-        self._pending[slots] += samples
-
-        told = {admission.slot for admission in admitted}
-        if self._untold:
-            again = self._untold.intersection(slots.tolist()) - told
-            admitted = admitted + [_admission(self._owner(slot)) for slot in sorted(again)]
-            self._dirty |= dict.fromkeys(again, 0)
-            self._untold -= again | told
-        told |= self._dirty.keys()
-        entries: list[tuple[np.ndarray, ...]] = [new_pages]
-        for slot, first in self._dirty.items():
-            indices = np.arange(first, self._capacity[slot] // self.page_size, dtype=np.int32)
-            entries.append((np.full_like(indices, slot), indices, self._table[slot, indices]))
-        self._dirty.clear()
-        page_slots, page_indices, page_ids = (
-            np.concatenate(part) for part in zip(*entries, strict=True)
-        )
-
-        num_pairs = float((q_lens * (kv_lens - (q_lens - 1) / 2)).sum())
-        self._num_steps += 1
-        if chunks:
-            self._last_chunk_step = self._num_steps
-        plan = StepPlan(
-            step=self._num_steps,
-            slots=slots.astype(np.int32),
-            q_lens=q_lens,
-            kv_lens=kv_lens,
-            num_decode_rows=len(decode) + sum(q_len == 1 for _, q_len in chunks),
-            tokens=np.concatenate(tokens, dtype=np.int32),
-            samples=samples,
-            prompt_logprobs=prompt_logprobs,
-            page_slots=page_slots,
-            page_indices=page_indices,
-            page_ids=page_ids,
-            score_tokens=score_tokens,
-            admitted=admitted,
-            shared_groups=self._share(decode),
-        )
-        if self._num_constrained:
-            masked = np.flatnonzero(samples & self._is_constrained[slots])
-            plan.masked = masked.astype(np.int32)
-        self._batch_tokens = plan.num_tokens
-        requests = [self._owner(slot) for slot in slots.tolist()]
-        self._in_flight.append(
-            _Step(
-                plan.step,
-                slots,
-                self._serial[slots],
-                requests,
-                q_lens,
-                kv_lens,
-                samples,
-                plan.num_tokens,
-                num_pairs,
-                score_starts,
-                told,
-            )
-        )
-        return plan
+    def _has_room(self, request: Request, num_matched: int) -> bool:
+        """Whether the pool bears this request beside the running ones, as far as one can tell."""
+        slots, order = self.slots, self.slots.order
+        if not len(order):
+            return True  # alone it fits: _add saw to it
+        length = len(request.tokens)
+        promised = self._reserve.tokens(slots.limit[order] - slots.length[order])
+        owed = int(np.maximum(slots.length[order] - slots.capacity[order], 0).sum())
+        free = self._num_available * self.page_size - owed - promised
+        output = self._reserve.tokens(np.array([request.limit - length]))
+        return length - num_matched + output + self.page_size <= free
 
     def undo(self, free_bytes: int) -> None:
         """The device had no memory for the newest step: nothing of it counts.
@@ -567,10 +392,7 @@ class Scheduler:
             free_bytes: of the device, for the error's text.
         """
         step = self._in_flight.pop()
-        self._computed[step.slots] -= step.q_lens
-        self._length[step.slots] -= step.samples
-        self._pending[step.slots] -= step.samples
-        self._untold |= step.told | set(step.slots.tolist())
+        step.undo(self.slots)
         self._num_undone += 1
         self._step_tokens = max(1, step.num_tokens // 2)
         self._steps_until_larger = STEPS_UNTIL_LARGER
@@ -589,51 +411,12 @@ class Scheduler:
             if self._step_tokens < self.max_step_tokens:
                 self._steps_until_larger = STEPS_UNTIL_LARGER
 
-    def _expire(self) -> None:
-        """Refuse the requests that have waited too long for their first turn."""
-        assert self.queue_timeout_s is not None
-        limit, oldest = self.queue_timeout_s, math.inf
-        late: list[int] = []
-        for request in self._waiting:
-            if request.num_cached < 0:  # never admitted
-                if self._now - request.add.arrival_s >= limit:
-                    late.append(request.request_id)
-                else:
-                    oldest = min(oldest, request.add.arrival_s)
-        for request_id in late:
-            for request in list(self._requests.get(request_id, ())):  # its siblings wait too
-                if request.num_cached < 0:
-                    self._refuse(request, Overloaded(f"the request waited longer than {limit:g} s"))
-        self._next_expiry_s = max(oldest + limit, self._now + EXPIRY_INTERVAL_S)
-
-    def _share(self, decode: np.ndarray) -> list[tuple[np.ndarray, int]]:
-        """Decode rows that begin with the same MIN_SHARED or more cached tokens, by group."""
-        moves, slots = self._shared_of
-        if moves == self._num_moves and np.array_equal(slots, decode):
-            return self._shared_groups
-        # A page in two tables means that all before it is shared too, so one column groups the
-        # rows, and a bisection over columns finds how far a group goes.
-        column = -(-MIN_SHARED // self.page_size) - 1
-        rows = np.flatnonzero(self._capacity[decode] > column * self.page_size)
-        pages = self._table[decode[rows], column] if len(rows) else rows
-        _, group_of, sizes = np.unique(pages, return_inverse=True, return_counts=True)
-        self._shared_groups = []
-        for group in np.flatnonzero(sizes > 1).tolist():
-            members = rows[group_of == group]
-            num_pages = self._num_common_pages(decode[members], column + 1)
-            self._shared_groups.append((members.astype(np.int32), num_pages * self.page_size))
-        self._shared_of = self._num_moves, decode
-        return self._shared_groups
-
-    def _num_common_pages(self, slots: np.ndarray, known: int) -> int:
-        """With how many equal pages the tables of slots begin; `known` of them are."""
-
-        def differs(index: int) -> bool:
-            pages = self._table[slots, index]
-            return bool((pages != pages[0]).any())
-
-        end = int(self._capacity[slots].min()) // self.page_size
-        return bisect_left(range(end), True, lo=known, key=differs)
+    def _expire(self, request_id: int) -> None:
+        """Refuse a request that has waited too long for its first turn."""
+        message = f"the request waited longer than {self.waiting.timeout_s:g} s"
+        for request in list(self._requests.get(request_id, ())):  # its siblings wait too
+            if request.num_cached < 0:
+                self._refuse(request, Overloaded(message))
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -647,14 +430,7 @@ class Scheduler:
             self._grow_steps()
         if result.seconds and (step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0):
             self.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
-        # Slots that still belong to whom they belonged at launch. The others' requests have ended,
-        # or were retracted and wait: those still get their token.
-        is_live = self._serial[step.slots] == step.serials
-        self._committed[step.slots[is_live]] = step.kv_lens[is_live]
-        is_new = is_live & step.samples
-        slots = step.slots[is_new]
-        self._pending[slots] -= 1
-        self._last_token[slots] = result.tokens[is_new]
+        step.commit(self.slots, result)
 
         facts = self._facts
         num_generated = 0
@@ -680,7 +456,7 @@ class Scheduler:
             num_generated += len(token_ids)
             logprobs = prompt_logprobs = None
             if request.wants_logprobs:
-                logprobs, prompt_logprobs = _logprobs_of(request, result, row)
+                logprobs, prompt_logprobs = logprobs_of_row(request, result, row)
             facts.append(
                 Tokens(
                     request.request_id,
@@ -694,7 +470,7 @@ class Scheduler:
                 )
             )
             if not request.slot:
-                self._num_waiting_tokens += len(token_ids)
+                self.waiting.num_tokens += len(token_ids)
             if reason is not None:
                 self._end(request, reason)
         self._generated_tokens += num_generated
@@ -712,26 +488,23 @@ class Scheduler:
             if reason is not None:
                 break
         if slot := request.slot:
-            self._length[slot] = len(request.tokens)
-            self._last_token[slot] = token_ids[-1]
+            self.slots.length[slot] = len(request.tokens)
+            self.slots.last_token[slot] = token_ids[-1]
         return reason, tuple(token_ids)
 
-    def _commit_prompt(self, request: Request, step: _Step, row: int, result: StepResult) -> None:
+    def _commit_prompt(
+        self, request: Request, step: LaunchedStep, row: int, result: StepResult
+    ) -> None:
         """What a row gives besides a token while its request's prompt is not published."""
-        start = step.score_starts.get(row)
-        if start is not None and request.prompt_logprobs is not None:
-            k = request.add.params.prompt_logprobs or 0
-            scores = result.prompt_logprobs[row]
-            end = min(int(step.kv_lens[row]), request.prompt_len - 1)
-            request.prompt_logprobs[start + 1 : end + 1] = [
-                _token_logprob(scores, i, k) for i in range(end - start)
-            ]
-        if step.kv_lens[row] < request.prompt_len:
+        kv_len = int(step.kv_lens[row])
+        if (start := step.score_starts.get(row)) is not None:
+            prompt_logprobs_of_row(request, result, row, start, kv_len)
+        if kv_len < request.prompt_len:
             return
         if request.slot:
             self._publish(request)
         if not request.max_tokens:
-            prompt_logprobs = _take_prompt_logprobs(request)
+            prompt_logprobs = take_prompt_logprobs(request)
             self._facts.append(
                 Tokens(
                     request.request_id,
@@ -749,19 +522,19 @@ class Scheduler:
         request.is_published = True
         end = request.prompt_len // self.page_size * self.page_size
         if self.use_radix and end > request.num_shared:
-            slot = request.slot
+            pages = self.slots.pages(request.slot)
             node, canonical, num_present = self.tree.insert(
-                request.known_tokens(0, end), self._table[slot], request.add.namespace, self._now
+                request.known_tokens(0, end), pages, request.add.namespace, self._now
             )
             first, last = request.num_shared // self.page_size, num_present // self.page_size
             if last > first:
-                self.pool.release(self._table[slot, first:last])
-                self._table[slot, first:last] = canonical[first:last]
-                self._touch_table(slot, first)
+                self.pool.release(pages[first:last])
+                pages[first:last] = canonical[first:last]
+                self.slots.touch(request.slot, first)
             self.tree.lock(node)
             self._unlock(request)
             self._settle(request, node, end)
-        self._enqueue(self._siblings.pop(request.request_id, []), front=True)
+        self.waiting.add(self._siblings.pop(request.request_id, []), front=True)
 
     # ---- ends --------------------------------------------------------------------------------
 
@@ -785,19 +558,18 @@ class Scheduler:
             if request.slot:
                 self._release(request, keep_prefix=keep_prefix)
             else:
-                self._dequeue(request)
+                self.waiting.remove(request)
             if siblings:  # it was to compute the prompt: the next one does
-                self._enqueue([siblings.pop(0)], front=True)
+                self.waiting.add([siblings.pop(0)], front=True)
         if not siblings:
             self._siblings.pop(request_id, None)
 
     def _release(self, request: Request, *, keep_prefix: bool) -> None:
         """Take slot and pages from a running request; its committed prefix stays cached."""
-        slot = request.slot
         size = self.page_size
         shared = request.num_shared
-        pages = self._table[slot, : self._capacity[slot] // size]
-        end = int(self._committed[slot]) // size * size
+        pages = self.slots.pages(request.slot)
+        end = int(self.slots.committed[request.slot]) // size * size
         if keep_prefix and self.use_radix and end > shared:
             _, _, num_present = self.tree.insert(
                 request.known_tokens(0, end), pages, request.add.namespace, self._now
@@ -809,37 +581,25 @@ class Scheduler:
         self._unlock(request)
         self._settle(request, None, 0)
         request.is_published = False
-        request.slot = 0
-        self._num_constrained -= request.is_constrained
-        self._owners[slot] = None
-        self._serial[slot] = 0
-        self._dirty.pop(slot, None)
-        self._untold.discard(slot)
-        self._order = self._order[self._order != slot]
-        self._free_slots.append(slot)
+        self.slots.close(request)
 
     def _settle(self, request: Request, node: Node | None, num_shared: int) -> None:
         request.node = node
         request.num_shared = num_shared
-        self._num_moves += 1
+        self._shared.invalidate()
 
     def _unlock(self, request: Request) -> None:
         assert request.node is not None
         self.tree.unlock(request.node)
-
-    def _owner(self, slot: int) -> Request:
-        request = self._owners[slot]
-        assert request is not None
-        return request
 
     # ---- figures and checks ------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Figures of now, and counters since the start."""
         return Stats(
-            num_running=len(self._order),
-            num_waiting=len(self._waiting) + sum(map(len, self._siblings.values())),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_running=len(self.slots.order),
+            num_waiting=len(self.waiting) + sum(map(len, self._siblings.values())),
+            num_waiting_tokens=self.waiting.num_tokens,
             num_pages=self.pool.capacity,
             num_free_pages=self.pool.num_free,
             num_cached_pages=self.tree.num_evictable + self.tree.num_protected,
@@ -856,92 +616,19 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError when pages, locks, slots or counts do not agree."""
-        size = self.page_size
-        self.tree.check()
-        placed = [("free", self.pool.free_pages())]
-        placed += [("tree", node.pages) for node in self.tree.nodes()]
-        num_locks: dict[int, int] = {}
-        for slot in self._order.tolist():
-            request = self._owner(slot)
-            name = f"request {request.request_id}.{request.choice}"
-            assert request.slot == slot, f"{name}: in slot {slot}, thinks {request.slot}"
-            shared = request.num_shared // size
-            pages = self._table[slot, : self._capacity[slot] // size]
-            placed.append((name, pages[shared:]))
-            path: list[np.ndarray] = []
-            walk = request.node
-            while walk is not None:
-                path.append(walk.pages)
-                num_locks[id(walk)] = num_locks.get(id(walk), 0) + 1
-                walk = walk.parent
-            assert np.array_equal(pages[:shared], np.concatenate(path[::-1])), (
-                f"{name}: its first {shared} pages are not the tree's"
-            )
-            counts = [int(a[slot]) for a in (self._committed, self._computed, self._length)]
-            assert counts == sorted(counts), f"{name}: committed, computed, length are {counts}"
-            assert self._computed[slot] <= self._capacity[slot], f"{name}: no pages for its tokens"
-            assert self._length[slot] - self._pending[slot] == len(request.tokens), (
-                f"{name}: {len(request.tokens)} tokens, counted {self._length[slot]} with "
-                f"{self._pending[slot]} pending"
-            )
-        for node in self.tree.nodes():
-            held = num_locks.get(id(node), 0)
-            assert node.lock_count == held, f"{node}: {node.lock_count} locks, requests hold {held}"
-        num_owners = np.bincount(
-            np.concatenate([pages for _, pages in placed]), minlength=self.pool.num_pages
+        check_ledger(self)
+
+    def check_queue(self) -> None:
+        """Raise AssertionError when the queue's counts do not agree."""
+        assert all(request.slot == 0 for request in self.waiting), "a waiting request has a slot"
+        waiting = sum(len(request.tokens) for request in self.waiting)
+        assert waiting == self.waiting.num_tokens, (
+            f"{waiting} tokens wait, counted {self.waiting.num_tokens}"
         )
-        num_owners[0] += 1  # reserved
-        wrong = {
-            page: [owner for owner, pages in placed if page in pages]
-            for page in np.flatnonzero(num_owners != 1)[:10].tolist()
-        }
-        assert not wrong, f"pages that are not in exactly one place: {wrong}"
-        slots = sorted(self._free_slots + self._order.tolist())
-        assert slots == list(range(1, self.max_running + 1)), f"slots are {slots}"
-        assert all(request.slot == 0 for request in self._waiting), "a waiting request has a slot"
-        waiting = sum(len(request.tokens) for request in self._waiting)
-        assert waiting == self._num_waiting_tokens, (
-            f"{waiting} tokens wait, counted {self._num_waiting_tokens}"
-        )
-        siblings = sum(map(len, self._siblings.values()))
+        num_running, num_waiting = len(self.slots.order), len(self.waiting)
+        num_siblings = sum(map(len, self._siblings.values()))
         alive = sum(map(len, self._requests.values()))
-        assert alive == len(self._order) + len(self._waiting) + siblings, (
-            f"{alive} requests, of which {len(self._order)} run, {len(self._waiting)} wait and "
-            f"{siblings} are siblings"
+        assert alive == num_running + num_waiting + num_siblings, (
+            f"{alive} requests, of which {num_running} run, {num_waiting} wait and "
+            f"{num_siblings} are siblings"
         )
-
-
-def _admission(request: Request) -> Admission:
-    return Admission(
-        slot=request.slot,
-        params=request.add.params,
-        tokens=request.known_tokens(0, len(request.tokens)),
-        prompt_len=request.prompt_len,
-        stop_token_ids=tuple(sorted(request.stop_token_ids)),
-        seed=request.seed,
-        grammar=request.add.grammar,
-    )
-
-
-def _token_logprob(logprobs: Logprobs, i: int, k: int) -> TokenLogprob:
-    return TokenLogprob(
-        float(logprobs.chosen[i]),
-        tuple(logprobs.top_ids[i, :k].tolist()),
-        tuple(logprobs.top_values[i, :k].tolist()),
-    )
-
-
-def _logprobs_of(
-    request: Request, result: StepResult, row: int
-) -> tuple[tuple[TokenLogprob, ...] | None, tuple[TokenLogprob | None, ...] | None]:
-    """The new token's log-probabilities, and the prompt's where they were not sent yet."""
-    k = request.add.params.logprobs
-    if k is None:
-        return None, _take_prompt_logprobs(request)
-    assert result.logprobs is not None
-    return (_token_logprob(result.logprobs, row, k),), _take_prompt_logprobs(request)
-
-
-def _take_prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...] | None:
-    logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-    return None if logprobs is None else tuple(logprobs)

@@ -209,7 +209,7 @@ class Engine:
             self.plans.append(plan)
             self.results.append(self.device.launch(plan))
         else:
-            waits = len(self.scheduler._order) or self.scheduler._waiting
+            waits = len(self.scheduler.slots.order) or self.scheduler.waiting
             assert self.results or not waits, "nothing planned, nothing in flight, work left"
         self._check()
         if self.results and (plan is None or not self.overlap or len(self.results) > 1):
@@ -275,7 +275,7 @@ class Engine:
         assert scheduler.tree.num_protected == 0
         assert scheduler.pool.num_free + scheduler.tree.num_evictable == scheduler.pool.capacity
         self.assert_cache_is_true()
-        assert not scheduler._requests and not scheduler._siblings and not scheduler._dirty
+        assert not scheduler._requests and not scheduler._siblings and not scheduler.slots.dirty
 
 
 class FairnessWatch:
@@ -291,7 +291,7 @@ class FairnessWatch:
         """To be called after each step."""
         scheduler = self.engine.scheduler
         by_seed = {derive_seed(add.seed, 0): i for i, add in self.engine.adds.items()}
-        running = {r.request_id for r in scheduler._owners if r is not None}
+        running = {r.request_id for r in scheduler.slots.owners()}
         for plan in self.engine.plans[self.num_plans :]:
             # A request may be retracted and others admitted in later plans only.
             for admission in plan.admitted:

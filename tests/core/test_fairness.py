@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from stoker.engine.core.waiting import WaitingQueue
+
 
 def heavy_engine(core, seed, overlap, **kw):
     """Small requests whose outputs outgrow the pool, so that some are retracted."""
@@ -69,9 +71,9 @@ def test_nobody_starves(core, overlap):
 
 
 def requeue_at_the_back(monkeypatch, core):
-    original = core.Scheduler._enqueue
+    original = WaitingQueue.add
     monkeypatch.setattr(
-        core.Scheduler, "_enqueue", lambda self, requests, *, front=False: original(self, requests)
+        WaitingQueue, "add", lambda self, requests, *, front=False: original(self, requests)
     )
 
 
@@ -79,7 +81,7 @@ def admit_the_newest_first(monkeypatch, core):
     original = core.Scheduler._admit
 
     def admit(self, *args):
-        self._policy = lambda waiting: list(reversed(waiting))
+        self._policy = lambda waiting: reversed(list(waiting))
         return original(self, *args)
 
     monkeypatch.setattr(core.Scheduler, "_admit", admit)

@@ -55,10 +55,10 @@ def free_duplicates_twice(monkeypatch):
 
     def publish(self, request):
         slot, first = request.slot, request.num_shared // self.page_size
-        before = self._table[slot].copy()
+        before = self.slots.table[slot].copy()
         original(self, request)
         last = request.num_shared // self.page_size
-        adopted = before[first:last] != self._table[slot, first:last]
+        adopted = before[first:last] != self.slots.table[slot, first:last]
         self.pool.release(before[first:last][adopted])
 
     monkeypatch.setattr(Scheduler, "_publish", publish)
@@ -70,7 +70,7 @@ def keep_the_old_table_after_adoption(monkeypatch):
 
     def publish(self, request):
         original(self, request)
-        self._dirty.pop(request.slot, None)
+        self.slots.dirty.pop(request.slot, None)
 
     monkeypatch.setattr(Scheduler, "_publish", publish)
 
@@ -87,8 +87,8 @@ def cache_what_is_not_committed(monkeypatch):
     def release(self, request, *, keep_prefix):
         # As if the next position were computed: its token is known, its KV may never be.
         slot = request.slot
-        known = min(len(request.tokens), int(self._capacity[slot]))
-        self._committed[slot] = max(int(self._committed[slot]), known)
+        known = min(len(request.tokens), int(self.slots.capacity[slot]))
+        self.slots.committed[slot] = max(int(self.slots.committed[slot]), known)
         original(self, request, keep_prefix=keep_prefix)
 
     monkeypatch.setattr(Scheduler, "_release", release)

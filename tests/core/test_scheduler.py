@@ -250,12 +250,12 @@ def test_max_tokens_is_clamped_to_the_pool(make_engine, overlap):
 def test_the_reserve_shrinks_while_decoding_and_is_reset_when_idle(make_engine):
     engine = make_engine(overlap=False, num_pages=128)
     scheduler = engine.scheduler
-    assert scheduler._ratio == pytest.approx(0.7)
+    assert scheduler._reserve.ratio == pytest.approx(0.7)
     engine.add(prompt(4), max_tokens=61)
     engine.run()
-    assert scheduler._ratio == pytest.approx(0.7 - 60 * (0.7 - 0.098) / 600)
+    assert scheduler._reserve.ratio == pytest.approx(0.7 - 60 * (0.7 - 0.098) / 600)
     assert scheduler.plan(0.0) is None
-    assert scheduler._ratio == pytest.approx(0.7)
+    assert scheduler._reserve.ratio == pytest.approx(0.7)
 
 
 def test_a_conservative_engine_admits_less(make_engine):
@@ -406,7 +406,7 @@ def test_the_fewest_output_tokens_are_retracted_and_come_back_first(make_engine,
     engine.add(prompt(8, 30), max_tokens=30)  # waits behind
     while not engine.scheduler.stats().retractions:
         engine.step()
-    waiting = engine.scheduler._waiting
+    waiting = list(engine.scheduler.waiting)
     assert [r.request_id for r in waiting][:2] in ([3, 4], [4])
     first = waiting[0].request_id
     engine.run()
@@ -429,11 +429,11 @@ def test_a_retracted_prefix_is_found_again(make_engine, overlap):
 
 def test_retraction_raises_the_reserve(make_engine):
     engine = crowd(make_engine, False)
-    before = engine.scheduler._ratio
+    before = engine.scheduler._reserve.ratio
     while not engine.scheduler.stats().retractions:
         engine.step()
-    running = [engine.scheduler._owner(s) for s in engine.scheduler._order.tolist()]
-    assert engine.scheduler._ratio > before
+    running = engine.scheduler.slots.owners()
+    assert engine.scheduler._reserve.ratio > before
     assert len(running) == 2
 
 
@@ -727,7 +727,7 @@ def test_abort_while_retracted(make_engine, overlap):
     engine = crowd(make_engine, overlap)
     while not engine.scheduler.stats().retractions:
         engine.step()
-    victim = engine.scheduler._waiting[0].request_id
+    victim = next(iter(engine.scheduler.waiting)).request_id
     engine.scheduler.handle(Abort(victim))
     engine.scheduler.check()
     engine.run()
@@ -825,10 +825,10 @@ def test_both_modes_give_the_same_tokens_and_the_same_cache(make_engine):
     [
         (lambda s: s.pool.take(1), r"not in exactly one place: {\d+: \[\]}"),
         (lambda s: s.pool._stack.__setitem__(0, 0), r"not in exactly one place: {0: \['free'\]"),
-        (lambda s: s._free_slots.pop(), "slots are"),
+        (lambda s: s.slots.free.pop(), "slots are"),
         (lambda s: s.tree.lock(next(s.tree.nodes())), "1 locks, requests hold 0"),
         (lambda s: setattr(s.tree, "num_evictable", 3), "evictable pages, counted 3"),
-        (lambda s: setattr(s, "_num_waiting_tokens", 4), "0 tokens wait, counted 4"),
+        (lambda s: setattr(s.waiting, "num_tokens", 4), "0 tokens wait, counted 4"),
     ],
 )
 def test_check_names_what_is_wrong(core, break_it, message):

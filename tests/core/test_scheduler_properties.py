@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from stoker.engine.api.messages import Abort, Flush
-from stoker.engine.core import scheduler
+from stoker.engine.core import shared_prefix
 
 TRUNK_LEN = 40
 
@@ -23,7 +23,7 @@ TRUNK_LEN = 40
 @pytest.fixture(autouse=True)
 def short_shared_groups(monkeypatch):
     """Contexts are short here: the device checks groups that share 8 tokens already."""
-    monkeypatch.setattr(scheduler, "MIN_SHARED", 8)
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED", 8)
 
 
 def machine(core):

@@ -1,0 +1,172 @@
+"""Writes a step down: the plan for the runner, and what its commit will need.
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .plan import FROM_DEVICE, Admission, StepPlan, StepResult
+from .request import Request
+from .shared_prefix import Groups
+from .slots import Slots
+
+NewPages = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots, table indices, page ids
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step between its plan and its commit; arrays are [rows].
+
+    Attributes:
+        serials: of each slot's owner at launch.
+        score_starts: row to the position of its first new token, where prompt tokens are scored.
+        told: slots of which the runner learns something, beside the rows'.
+    """
+
+    step: int
+    slots: np.ndarray
+    serials: np.ndarray
+    requests: list[Request]
+    q_lens: np.ndarray
+    kv_lens: np.ndarray
+    samples: np.ndarray
+    num_tokens: int
+    num_pairs: float
+    score_starts: dict[int, int]
+    told: set[int]
+
+    def commit(self, slots: Slots, result: StepResult) -> None:
+        """The slots' counters after the step: its tokens are known now."""
+        # Only those that still belong to whom they belonged at launch. The others' requests have
+        # ended, or were retracted and wait.
+        is_live = slots.serial[self.slots] == self.serials
+        slots.committed[self.slots[is_live]] = self.kv_lens[is_live]
+        is_new = is_live & self.samples
+        new = self.slots[is_new]
+        slots.pending[new] -= 1
+        slots.last_token[new] = result.tokens[is_new]
+
+    def undo(self, slots: Slots) -> None:
+        """The slots' counters as if the step had not been planned."""
+        slots.computed[self.slots] -= self.q_lens
+        slots.length[self.slots] -= self.samples
+        slots.pending[self.slots] -= self.samples
+        slots.untold |= self.told | set(self.slots.tolist())
+
+
+def launch(
+    step: int,
+    slots: Slots,
+    decode: np.ndarray,
+    chunks: list[tuple[int, int]],
+    admitted: list[Request],
+    new_pages: NewPages,
+    shared_groups: Groups,
+) -> tuple[StepPlan, LaunchedStep]:
+    """Write a step down and count it as computed.
+
+    Args:
+        decode: slots with one token to compute. chunks: (slot, q_len) of the others.
+        admitted: requests that have a slot since this step.
+        new_pages: table entries that decode rows got for this step.
+    """
+    chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: those of one token join the decodes
+    rows = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.intp)])
+    q_lens = np.ones(len(rows), np.int32)
+    prompt_logprobs = np.full(len(rows), -1, np.int32)
+    tokens = [np.where(slots.pending[decode] > 0, FROM_DEVICE, slots.last_token[decode])]
+    score_tokens: dict[int, np.ndarray] = {}
+    score_starts: dict[int, int] = {}
+    for row, (slot, q_len) in enumerate(chunks, len(decode)):
+        request = slots.owner(slot)
+        start = int(slots.computed[slot])
+        q_lens[row] = q_len
+        tokens.append(request.known_tokens(start, start + q_len))
+        k = request.add.params.prompt_logprobs
+        if k is not None and request.prompt_logprobs and start < request.prompt_len - 1:
+            following = request.known_tokens(start + 1, min(start + 1 + q_len, request.prompt_len))
+            score_tokens[row] = np.full(q_len, -1, np.int32)
+            score_tokens[row][: len(following)] = following
+            score_starts[row] = start
+            prompt_logprobs[row] = k
+
+    kv_lens = slots.computed[rows] + q_lens
+    samples = (kv_lens == slots.length[rows]) & slots.generates[rows]
+    slots.computed[rows] = kv_lens
+    slots.length[rows] += samples
+    slots.pending[rows] += samples
+    told, admissions = _admissions(slots, rows, admitted)
+    page_slots, page_indices, page_ids = _table_entries(slots, new_pages)
+    plan = StepPlan(
+        step=step,
+        slots=rows.astype(np.int32),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        num_decode_rows=len(decode) + sum(q_len == 1 for _, q_len in chunks),
+        tokens=np.concatenate(tokens, dtype=np.int32),
+        samples=samples,
+        prompt_logprobs=prompt_logprobs,
+        page_slots=page_slots,
+        page_indices=page_indices,
+        page_ids=page_ids,
+        score_tokens=score_tokens,
+        admitted=admissions,
+        shared_groups=shared_groups,
+    )
+    if slots.num_constrained:
+        plan.masked = np.flatnonzero(samples & slots.is_constrained[rows]).astype(np.int32)
+    num_pairs = float((q_lens * (kv_lens - (q_lens - 1) / 2)).sum())
+    launched = LaunchedStep(
+        step,
+        rows,
+        slots.serial[rows],
+        [slots.owner(slot) for slot in rows.tolist()],
+        q_lens,
+        kv_lens,
+        samples,
+        plan.num_tokens,
+        num_pairs,
+        score_starts,
+        told,
+    )
+    return plan, launched
+
+
+def _admissions(
+    slots: Slots, rows: np.ndarray, admitted: list[Request]
+) -> tuple[set[int], list[Admission]]:
+    """What the runner must know of requests, and the slots of which it learns something."""
+    told = {request.slot for request in admitted}
+    if slots.untold:
+        again = slots.untold.intersection(rows.tolist()) - told
+        admitted = admitted + [slots.owner(slot) for slot in sorted(again)]
+        slots.dirty |= dict.fromkeys(again, 0)
+        slots.untold -= again | told
+    admissions = [
+        Admission(
+            slot=request.slot,
+            params=request.add.params,
+            tokens=request.known_tokens(0, len(request.tokens)),
+            prompt_len=request.prompt_len,
+            stop_token_ids=tuple(sorted(request.stop_token_ids)),
+            seed=request.seed,
+            grammar=request.add.grammar,
+        )
+        for request in admitted
+    ]
+    return told | slots.dirty.keys(), admissions
+
+
+def _table_entries(slots: Slots, new_pages: NewPages) -> NewPages:
+    """The block-table entries that the device must learn before this step."""
+    entries: list[NewPages] = [new_pages]
+    for slot, first in slots.dirty.items():
+        indices = np.arange(first, slots.num_pages(slot), dtype=np.int32)
+        entries.append((np.full_like(indices, slot), indices, slots.table[slot, indices]))
+    slots.dirty.clear()
+    page_slots, indices, pages = (np.concatenate(part) for part in zip(*entries, strict=True))
+    return page_slots, indices, pages

@@ -1,0 +1,120 @@
+"""The running requests' counters and block tables, as arrays by slot.
+
+Runs on: any (pure).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .request import Request
+
+
+class Slots:
+    """Slots 1 to max_running; slot 0 pads graph batches and belongs to nobody.
+
+    Attributes:
+        order: intp [num_running], the slots in use in order of admission (numpy indexes fastest
+            by intp).
+        free: slots that nobody uses.
+        table: int32 [max_running + 1, max_pages], the host's mirror of the device's block table.
+        serial: the number of its owner's admission; 0 for nobody.
+        committed, computed, length, pending: see scheduler.py.
+        capacity: tokens that its pages hold.
+        last_token: the last known one.
+        limit: length at which it ends. compute_limit: the last token's KV is not needed.
+        generates: False where only the prompt is computed.
+        is_constrained: whether a grammar restricts its output. num_constrained: how many are.
+        dirty: slot to the first table index that the device must learn.
+        untold: slots of which the runner must learn all again.
+    """
+
+    def __init__(self, max_running: int, max_pages: int, page_size: int):
+        n = max_running + 1
+        self.page_size = page_size
+        self.order = np.empty(0, np.intp)
+        self.free = list(range(max_running, 0, -1))
+        self.table = np.zeros((n, max_pages), np.int32)  # touches no memory before it is used
+        self.serial = np.zeros(n, np.int64)
+        self.committed = np.zeros(n, np.int32)
+        self.computed = np.zeros(n, np.int32)
+        self.length = np.zeros(n, np.int32)
+        self.pending = np.zeros(n, np.int32)
+        self.capacity = np.zeros(n, np.int32)
+        self.last_token = np.zeros(n, np.int32)
+        self.limit = np.zeros(n, np.int32)
+        self.compute_limit = np.zeros(n, np.int32)
+        self.generates = np.zeros(n, np.bool_)
+        self.is_constrained = np.zeros(n, np.bool_)
+        self.num_constrained = 0
+        self.dirty: dict[int, int] = {}
+        self.untold: set[int] = set()
+        self._owners: list[Request | None] = [None] * n
+        self._num_admissions = 0
+
+    def owner(self, slot: int) -> Request:
+        """The request in a slot that is in use."""
+        request = self._owners[slot]
+        assert request is not None
+        return request
+
+    def owners(self) -> list[Request]:
+        """The running requests in order of admission."""
+        return [self.owner(slot) for slot in self.order.tolist()]
+
+    def open(self, request: Request, pages: np.ndarray, num_computed: int) -> int:
+        """Give a request a slot; its first num_computed tokens are in `pages`, int32 [n]."""
+        slot = self.free.pop()
+        self._owners[slot] = request
+        self.order = np.append(self.order, slot)
+        self._num_admissions += 1
+        self.serial[slot] = self._num_admissions
+        self.table[slot, : len(pages)] = pages
+        self.touch(slot, 0)
+        self.committed[slot] = self.computed[slot] = num_computed
+        self.capacity[slot] = len(pages) * self.page_size
+        self.length[slot] = len(request.tokens)
+        self.pending[slot] = 0
+        self.last_token[slot] = request.tokens[-1]
+        self.limit[slot] = request.limit
+        self.compute_limit[slot] = max(request.prompt_len, request.limit - 1)
+        self.generates[slot] = request.max_tokens > 0
+        self.is_constrained[slot] = request.is_constrained
+        self.num_constrained += request.is_constrained
+        request.slot = slot
+        return slot
+
+    def close(self, request: Request) -> None:
+        """Take a request's slot; whose its pages are now is the caller's matter."""
+        slot = request.slot
+        request.slot = 0
+        self.num_constrained -= request.is_constrained
+        self._owners[slot] = None
+        self.serial[slot] = 0
+        self.dirty.pop(slot, None)
+        self.untold.discard(slot)
+        self.order = self.order[self.order != slot]
+        self.free.append(slot)
+
+    def num_missing(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens to compute, the pending one included."""
+        return np.minimum(self.length[slots], self.compute_limit[slots]) - self.computed[slots]
+
+    def num_pages(self, slot: int) -> int:
+        """How many pages a slot has."""
+        return int(self.capacity[slot]) // self.page_size
+
+    def pages(self, slot: int) -> np.ndarray:
+        """A view of its pages, int32."""
+        return self.table[slot, : self.num_pages(slot)]
+
+    def extend(self, slot: int, pages: np.ndarray) -> None:
+        """Append pages to a slot's."""
+        first = self.num_pages(slot)
+        self.table[slot, first : first + len(pages)] = pages
+        self.capacity[slot] += len(pages) * self.page_size
+        self.touch(slot, first)
+
+    def touch(self, slot: int, index: int) -> None:
+        """The device must learn a slot's table from this index on."""
+        self.dirty[slot] = min(index, self.dirty.get(slot, index))
