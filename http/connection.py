@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import LineTooLong
 
@@ -141,26 +141,28 @@ class Connection(web.RequestHandler):
         """The client sends no more. Whether it still reads is known only by writing to it: an
         interim response means nothing to one that does; one that is gone resets the connection.
         """
-        request = self._current_request
-        transport = self.transport
-        if (
-            request is None
-            or transport is None
-            or transport.get_extra_info("ssl_object") is not None  # TLS has no half-closed state
-            or request.version < (1, 1)  # and HTTP/1.0 no interim responses
-            or not request.content.is_eof()
-        ):
-            return False
-        self.close()  # once this request is answered
-        self._probe(request, PROBE_S)
+        if self.transport is None or self.transport.get_extra_info("ssl_object") is not None:
+            return False  # TLS has no half-closed state
+        if self._waiter is not None and not self._waiter.done():
+            return False  # nothing is to be answered
+        self.close()  # once what came is answered
+        asyncio.get_running_loop().call_soon(self._probe, PROBE_S)
         return True
 
-    def _probe(self, request: web.BaseRequest, next_s: float) -> None:
-        is_answered = request is not self._current_request or request.writer.output_size
-        if self.transport is None or is_answered:
-            return  # from here on the answer's own bytes tell
-        self.transport.write(CONTINUE)
-        asyncio.get_running_loop().call_later(next_s, self._probe, request, min(2 * next_s, 2.0))
+    def _probe(self, next_s: float) -> None:
+        request, transport = self._current_request, self.transport
+        if transport is None or (request is not None and request.writer.output_size):
+            return  # closed, or from here on the answer's own bytes tell
+        if request is None:
+            is_lost = self._waiter is not None
+        else:  # HTTP/1.0 has no interim responses
+            is_lost = request.version < HttpVersion11 or not request.content.is_eof()
+        if is_lost:
+            transport.close()
+            return
+        if request is not None:
+            transport.write(CONTINUE)
+        asyncio.get_running_loop().call_later(next_s, self._probe, min(2 * next_s, 2.0))
 
 
 class AccessLog(AbstractAccessLogger):

@@ -11,8 +11,9 @@ from aiohttp import web
 from fake_engine import FakeEngine
 
 from stoker.engine.api.config import EngineConfig
-from stoker.http.app import make_app, make_runner
-from stoker.http.openai_api import SERVER
+from stoker.http.app import make_app
+from stoker.http.connection import listen, make_runner, tls
+from stoker.http.serving import SERVER
 from stoker.http.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
@@ -69,11 +70,11 @@ class Served:
         self.server = app[SERVER]
         self.runner = make_runner(app)
         await self.runner.setup()
-        sock = socket.create_server(("127.0.0.1", 0))
+        sock = listen(self.config.model_copy(update={"port": 0}))
         if self.sndbuf:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.sndbuf)
-        await web.SockSite(self.runner, sock).start()
-        self.port = self.runner.addresses[0][1]
+        await web.SockSite(self.runner, sock, ssl_context=tls(self.config)).start()
+        self.port = 0 if self.config.uds else sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
         return self
