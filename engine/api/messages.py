@@ -85,6 +85,7 @@ class Tokens(NamedTuple):
         stop_token_id: the token that ended it; it is the last of token_ids too.
         num_cached: prompt tokens that came out of the prefix cache.
         prompt_logprobs: with the first message where asked for; entry 0 is None.
+        queue_s: seconds from the request's arrival to its first admission.
     """
 
     request_id: int
@@ -95,6 +96,7 @@ class Tokens(NamedTuple):
     stop_token_id: int | None = None
     num_cached: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,36 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """Figures of the cache tiers below the device: host memory, and stores behind it.
+
+    Attributes:
+        num_host_pages, num_host_used: pages that the host memory holds, and has in use.
+        cached_tokens: by tier, prompt tokens that came out of it (all tiers' and the device's
+            together are `Stats.cached_tokens`).
+        saved_pages, unsaved_pages: copied to the host, and not copied for want of room there.
+        loaded_pages: copied from the host to the device.
+        fetched_pages, damaged_pages: read from a store, and dropped since they were not as written.
+        put_pages, unput_pages: written to a store, and not written (full, slow or broken).
+        evicted_pages: taken from the host memory.
+        prefetch_timeouts: requests that went on before the stores had answered.
+    """
+
+    num_host_pages: int = 0
+    num_host_used: int = 0
+    cached_tokens: tuple[tuple[str, int], ...] = ()
+    saved_pages: int = 0
+    unsaved_pages: int = 0
+    loaded_pages: int = 0
+    fetched_pages: int = 0
+    damaged_pages: int = 0
+    put_pages: int = 0
+    unput_pages: int = 0
+    evicted_pages: int = 0
+    prefetch_timeouts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """The engine's figures after a step. Gauges first; counters run up since the start.
 
@@ -124,7 +156,8 @@ class Stats:
         undone_steps: steps for which the device had no memory, planned anew and smaller.
         plan_s, launch_s, commit_s: the GPU thread's own work, wall time; of it, cpu_s is time
             on a processor: the rest is waiting for the GIL or for the host's scheduler.
-        wait_s: time in which the GPU thread waited for the device, without the GIL.
+        wait_s: time in which the GPU thread waited for the device, without the GIL; where the
+            device is the thread itself (cpu), the launches.
         device_s: time in which the device worked on steps.
     """
 
@@ -149,6 +182,7 @@ class Stats:
     cpu_s: float = 0.0
     wait_s: float = 0.0
     device_s: float = 0.0
+    tiers: TierStats = TierStats()
 
 
 Message = Add | Abort | Flush | Shutdown

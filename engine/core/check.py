@@ -40,6 +40,11 @@ def check_ledger(scheduler: Scheduler) -> None:
     numbers = sorted(slots.free + slots.order.tolist())
     assert numbers == list(range(1, scheduler.max_running + 1)), f"slots are {numbers}"
     scheduler.check_queue()
+    if scheduler.tiers is not None:
+        pages = [node.pages for node in scheduler.tree.nodes()]
+        scheduler.tiers.check(np.concatenate([np.empty(0, np.int32), *pages]))
+        pending = sum(scheduler.tiers.is_pending(r.prefetch) for r in scheduler.waiting)
+        assert pending == scheduler.tiers.num_pending, "a prefetch is nobody's"
 
 
 def _check_slot(slots: Slots, slot: int, num_locks: dict[int, int]) -> tuple[str, np.ndarray]:

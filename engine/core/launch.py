@@ -25,6 +25,7 @@ class LaunchedStep:
         serials: of each slot's owner at launch.
         score_starts: row to the position of its first new token, where prompt tokens are scored.
         told: slots of which the runner learns something, beside the rows'.
+        has_loads: whether it waits for copies from the host, so that its time says little.
     """
 
     step: int
@@ -38,6 +39,7 @@ class LaunchedStep:
     num_pairs: float
     score_starts: dict[int, int]
     told: set[int]
+    has_loads: bool = False
 
     def commit(self, slots: Slots, result: StepResult) -> None:
         """The slots' counters after the step: its tokens are known now."""

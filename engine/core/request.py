@@ -14,6 +14,7 @@ import numpy as np
 
 from ..api.messages import Add, FinishReason, TokenLogprob
 from .radix import Node
+from .tiers import Prefetch
 
 MASK64 = 2**64 - 1
 
@@ -30,7 +31,12 @@ class Request:
         node: the end of its prefix in the tree, locked while it runs.
         num_shared: tokens at its beginning whose pages belong to the tree; it owns the rest.
         num_cached: prompt tokens found in the cache at the first admission; -1 before it.
+        queue_s: seconds that it waited for its first admission.
         is_published: whether its prompt was put into the tree since its last admission.
+        is_resumed: whether it was retracted before.
+        is_loading: whether the host tier may hold more of its prefix, which is then copied first.
+        prefetch: what it waits for from the stores, if anything.
+        page_keys: content keys of its whole pages, as far as they were asked for.
         is_constrained: whether a grammar restricts its output.
         wants_logprobs: whether its facts carry log-probabilities of any kind.
         prompt_logprobs: by position, None where not known; None as a whole when not asked for or
@@ -43,14 +49,19 @@ class Request:
         "choice",
         "finish_reason",
         "is_constrained",
+        "is_loading",
         "is_published",
+        "is_resumed",
         "limit",
         "max_tokens",
         "node",
         "num_cached",
         "num_shared",
+        "page_keys",
+        "prefetch",
         "prompt_len",
         "prompt_logprobs",
+        "queue_s",
         "request_id",
         "seed",
         "slot",
@@ -73,8 +84,13 @@ class Request:
         self.node: Node | None = None
         self.num_shared = 0
         self.num_cached = -1
+        self.queue_s = 0.0
         self.is_constrained = add.grammar is not None
         self.is_published = False
+        self.is_resumed = False
+        self.is_loading = False
+        self.prefetch: Prefetch | None = None
+        self.page_keys: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if add.params.prompt_logprobs is not None and choice == 0:
             self.prompt_logprobs = [None] * self.prompt_len

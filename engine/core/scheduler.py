@@ -24,6 +24,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 
 import numpy as np
@@ -39,12 +40,14 @@ from ..api.messages import (
     Message,
     Refused,
     Stats,
+    TierStats,
     Tokens,
 )
 from .budget import StepBudget, StepCost
 from .check import check_ledger
 from .launch import LaunchedStep, NewPages, launch
 from .logprobs import logprobs_of_row, prompt_logprobs_of_row, take_prompt_logprobs
+from .page_keys import extend
 from .pages import PagePool
 from .plan import StepPlan, StepResult
 from .policy import Policy, fcfs
@@ -53,6 +56,7 @@ from .request import Request
 from .reserve import Reserve
 from .shared_prefix import SharedPrefixes
 from .slots import Slots
+from .tiers import Copied, Tiers
 from .waiting import WaitingQueue
 
 FULL_BACKLOG = 32768  # waiting tokens, uncached as it seems, at which steps are stretched most
@@ -78,6 +82,7 @@ class Scheduler:
             they lose more by short chunks than the running streams gain.
         prefill_decode_interval: while streams run, so many steps without chunks after each with.
         cost: predicts a step's time; learns from the steps that it is told of.
+        tiers: the cache tiers below the device, if any; needs use_radix.
         queue_timeout_s: a request that has waited so long for its first turn is refused.
     """
 
@@ -97,6 +102,7 @@ class Scheduler:
         prefill_decode_interval: int = 0,
         cost: StepCost | None = None,
         queue_timeout_s: float | None = None,
+        tiers: Tiers | None = None,
     ):
         self.page_size = page_size
         self.max_running = max_running
@@ -105,6 +111,8 @@ class Scheduler:
         self.use_radix = use_radix
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size)
+        self.tiers = tiers
+        self._load_room = 0  # pages that may still be loaded in this step
         self.max_step_s = max_step_s
         self.backlog_stretch = backlog_stretch
         self.prefill_decode_interval = prefill_decode_interval
@@ -141,9 +149,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan, a commit or a drain of facts is due."""
-        return bool(len(self.slots.order) or self.waiting or self._in_flight or self._facts)
+        num_waiting = len(self.waiting)
+        if self.tiers is not None:
+            if self.tiers.has_orders:
+                return True
+            num_waiting -= self.tiers.num_pending
+        return bool(len(self.slots.order) or num_waiting or self._in_flight or self._facts)
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: Message | Copied) -> None:
         """Take a message in. What it gives to tell comes with the next commit or drain_facts."""
         match message:
             case Add():
@@ -153,8 +166,13 @@ class Scheduler:
                 for request in list(self._requests.get(request_id, ())):
                     if choice is None or request.choice == choice:
                         self._end(request, "abort")
+            case Copied() if self.tiers is not None:
+                self.tiers.handle(message)
             case Flush(reply_id):
-                self.pool.release(self.tree.flush())
+                pages = self.tree.flush()
+                if self.tiers is not None:
+                    self.tiers.flush(pages)
+                self.pool.release(pages)
                 num_kept = self.tree.num_protected * self.page_size
                 self._facts.append(Flushed(reply_id, num_kept))
             case _:
@@ -182,6 +200,9 @@ class Scheduler:
         max_tokens = min(add.max_tokens, room)
         first, *rest = (Request(add, choice, max_tokens) for choice in range(add.params.n))
         self._requests[add.request_id] = [first, *rest]
+        if self.tiers is not None and first.prompt_logprobs is None:
+            keys = self._page_keys(first)[: (prompt_len - 1) // self.page_size]
+            first.prefetch = self.tiers.prefetch(keys, add.arrival_s)
         self.waiting.add([first])
         if rest and self.use_radix:
             self._siblings[add.request_id] = rest
@@ -201,6 +222,8 @@ class Scheduler:
         self._now = now
         for request_id in self.waiting.expired(now):
             self._expire(request_id)
+        if self.tiers is not None:
+            self.tiers.expire(now)
         if not len(self.slots.order) and not self.waiting:
             self._reserve.reset()
             return None
@@ -210,6 +233,8 @@ class Scheduler:
         while True:
             decode, new_pages = self._plan_decode()
             budget = self._budget(decode)
+            if self.tiers is not None:
+                self._load_room = self.tiers.max_load_pages if len(decode) else sys.maxsize
             chunks = self._plan_chunks(budget)
             if len(decode) or chunks or self._in_flight or not len(self.slots.order):
                 break
@@ -228,6 +253,8 @@ class Scheduler:
         plan, launched = launch(
             self._num_steps, self.slots, decode, chunks, admitted, new_pages, groups
         )
+        if self.tiers is not None:
+            launched.has_loads, self.tiers.loads_ordered = self.tiers.loads_ordered, False
         self._in_flight.append(launched)
         self._batch_tokens = plan.num_tokens
         return plan
@@ -273,6 +300,10 @@ class Scheduler:
         missing = self.slots.num_missing(order)
         behind = missing > 1
         for slot, num_missing in zip(order[behind].tolist(), missing[behind].tolist(), strict=True):
+            if (request := self.slots.owner(slot)).is_loading:
+                num_missing -= self._load(request)
+                if request.is_loading:
+                    continue
             q_len = self._take_chunk(slot, num_missing, budget)
             if q_len == 0:
                 break
@@ -293,7 +324,10 @@ class Scheduler:
 
     def _take(self, n: int) -> np.ndarray:
         if n > self.pool.num_free:
-            self.pool.release(self.tree.evict(n - self.pool.num_free))
+            pages = self.tree.evict(n - self.pool.num_free)
+            if self.tiers is not None:
+                self.tiers.evict(pages)
+            self.pool.release(pages)
         return self.pool.take(n)
 
     def _grow(self, slot: int, q_len: int) -> int:
@@ -329,6 +363,7 @@ class Scheduler:
         num_output = sum(int(slots.length[r.slot]) - r.prompt_len for r in running)
         self._reserve.retracted(len(running), num_output, sum(r.max_tokens for r in running))
         self._release(victim, keep_prefix=True)
+        victim.is_resumed = True
         # A token of it that is still in flight is appended at commit, in the queue.
         self.waiting.add([victim], front=True)
         self._retractions += 1
@@ -338,9 +373,15 @@ class Scheduler:
         admitted: list[Request] = []
         slots = self.slots
         for request in self._policy(self.waiting):
+            if self.tiers is not None and self.tiers.is_pending(request.prefetch):
+                continue
             if budget.is_spent or not slots.free or not self._try_admit(request):
                 break
             admitted.append(request)
+            if request.is_loading:
+                self._load(request)
+                if request.is_loading:
+                    continue
             num_missing = int(slots.num_missing(slots.order[-1:])[0])
             if q_len := self._take_chunk(request.slot, num_missing, budget):
                 chunks.append((request.slot, q_len))
@@ -362,12 +403,51 @@ class Scheduler:
         self.slots.open(request, pages, num_matched)
         self._settle(request, node, num_matched)
         request.is_published = False
+        if self.tiers is not None:
+            self.tiers.hit(pages)
+            request.is_loading = is_matchable
         self._mean_new_tokens += 0.1 * (length - num_matched - self._mean_new_tokens)
         if request.num_cached < 0:
             request.num_cached = num_matched
+            request.queue_s = max(self._now - request.add.arrival_s, 0.0)
             self._prompt_tokens += request.prompt_len
             self._cached_tokens += num_matched
         return True
+
+    def _load(self, request: Request) -> int:
+        """Copy what the host holds of a request that has computed nothing yet; in tokens.
+
+        The pages are the tree's at once, for the copies come before every kernel that reads them.
+        While streams run a long prefix comes in pieces, a step each: `is_loading` tells.
+        """
+        assert self.tiers is not None
+        slots, size = self.slots, self.page_size
+        slot, start = request.slot, request.num_shared
+        keys = self._page_keys(request)[start // size : (len(request.tokens) - 1) // size]
+        num_wanted = self.tiers.num_loadable(keys)
+        n = min(num_wanted, self._load_room, self._num_available)
+        request.is_loading = n == self._load_room < num_wanted
+        pages = self._take(n)
+        n = self.tiers.num_loadable(keys[:n])  # evicted pages may have pushed some out of the host
+        self.pool.release(pages[n:])
+        if n == 0:
+            return 0
+        self._load_room -= n
+        slots.extend(slot, pages[:n])
+        self.tiers.load(keys[:n], pages[:n], is_counted=not request.is_resumed)
+        self._share(request, start + n * size)
+        slots.computed[slot] = slots.committed[slot] = start + n * size
+        if not request.is_resumed:
+            request.num_cached += n * size
+            self._cached_tokens += n * size
+        return n * size
+
+    def _page_keys(self, request: Request) -> list[bytes]:
+        """The content keys of all whole pages of a request's tokens."""
+        assert self.tiers is not None
+        root = b"" if request.page_keys else self.tiers.root(request.add.namespace)
+        extend(request.page_keys, root, request.tokens, self.page_size)
+        return request.page_keys
 
     def _has_room(self, request: Request, num_matched: int) -> bool:
         """Whether the pool bears this request beside the running ones, as far as one can tell."""
@@ -413,10 +493,10 @@ class Scheduler:
 
     def _expire(self, request_id: int) -> None:
         """Refuse a request that has waited too long for its first turn."""
-        message = f"the request waited longer than {self.waiting.timeout_s:g} s"
+        message = f"the request waited longer than {self.waiting.timeout_s:g} s in the queue"
         for request in list(self._requests.get(request_id, ())):  # its siblings wait too
             if request.num_cached < 0:
-                self._refuse(request, Overloaded(message))
+                self._refuse(request, Overloaded(message, reason="queue_timeout"))
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -428,7 +508,8 @@ class Scheduler:
         self._now = now
         if self._steps_until_larger:
             self._grow_steps()
-        if result.seconds and (step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0):
+        is_telling = step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0
+        if result.seconds and is_telling and not step.has_loads:
             self.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
         step.commit(self.slots, result)
 
@@ -467,6 +548,7 @@ class Scheduler:
                     token_ids[-1] if reason == "stop" else None,
                     request.num_cached,
                     prompt_logprobs,
+                    request.queue_s,
                 )
             )
             if not request.slot:
@@ -513,6 +595,7 @@ class Scheduler:
                     finish_reason="length",
                     num_cached=request.num_cached,
                     prompt_logprobs=prompt_logprobs,
+                    queue_s=request.queue_s,
                 )
             )
             self._end(request, "length")
@@ -522,19 +605,33 @@ class Scheduler:
         request.is_published = True
         end = request.prompt_len // self.page_size * self.page_size
         if self.use_radix and end > request.num_shared:
-            pages = self.slots.pages(request.slot)
-            node, canonical, num_present = self.tree.insert(
-                request.known_tokens(0, end), pages, request.add.namespace, self._now
-            )
-            first, last = request.num_shared // self.page_size, num_present // self.page_size
-            if last > first:
-                self.pool.release(pages[first:last])
-                pages[first:last] = canonical[first:last]
-                self.slots.touch(request.slot, first)
-            self.tree.lock(node)
-            self._unlock(request)
-            self._settle(request, node, end)
+            self._share(request, end)
         self.waiting.add(self._siblings.pop(request.request_id, []), front=True)
+
+    def _share(self, request: Request, end: int) -> None:
+        """Put a running request's first `end` tokens into the tree, go over to the tree's pages."""
+        pages = self.slots.pages(request.slot)
+        node, canonical, num_present = self._insert(request, end, pages)
+        first, last = request.num_shared // self.page_size, num_present // self.page_size
+        if last > first:
+            self.pool.release(pages[first:last])
+            pages[first:last] = canonical[first:last]
+            self.slots.touch(request.slot, first)
+        self.tree.lock(node)
+        self._unlock(request)
+        self._settle(request, node, end)
+
+    def _insert(
+        self, request: Request, end: int, pages: np.ndarray
+    ) -> tuple[Node, np.ndarray, int]:
+        """RadixTree.insert of a request's first `end` tokens."""
+        node, canonical, num_present = self.tree.insert(
+            request.known_tokens(0, end), pages, request.add.namespace, self._now
+        )
+        if self.tiers is not None:
+            first = num_present // self.page_size
+            self.tiers.insert(self._page_keys(request)[first : len(canonical)], canonical[first:])
+        return node, canonical, num_present
 
     # ---- ends --------------------------------------------------------------------------------
 
@@ -559,6 +656,8 @@ class Scheduler:
                 self._release(request, keep_prefix=keep_prefix)
             else:
                 self.waiting.remove(request)
+                if self.tiers is not None:
+                    self.tiers.cancel(request.prefetch)
             if siblings:  # it was to compute the prompt: the next one does
                 self.waiting.add([siblings.pop(0)], front=True)
         if not siblings:
@@ -571,16 +670,14 @@ class Scheduler:
         pages = self.slots.pages(request.slot)
         end = int(self.slots.committed[request.slot]) // size * size
         if keep_prefix and self.use_radix and end > shared:
-            _, _, num_present = self.tree.insert(
-                request.known_tokens(0, end), pages, request.add.namespace, self._now
-            )
+            _, _, num_present = self._insert(request, end, pages)
             self.pool.release(pages[shared // size : num_present // size])
             self.pool.release(pages[end // size :])
         else:
             self.pool.release(pages[shared // size :])
         self._unlock(request)
         self._settle(request, None, 0)
-        request.is_published = False
+        request.is_published = request.is_loading = False
         self.slots.close(request)
 
     def _settle(self, request: Request, node: Node | None, num_shared: int) -> None:
@@ -612,6 +709,7 @@ class Scheduler:
             retractions=self._retractions,
             evicted_pages=self.tree.num_evicted,
             batch_tokens=self._batch_tokens,
+            tiers=TierStats() if self.tiers is None else self.tiers.stats(),
         )
 
     def check(self) -> None:
