@@ -2,7 +2,7 @@
 
 Edges are cut at page boundaries, so every node holds whole pages. A namespace (adapter, salt, ...)
 has a root of its own: prefixes never cross namespaces. A running request locks the path of its
-prefix; unlocked leaves are evicted, the least valuable first.
+prefix; unlocked leaves are evicted, the least valuable first (eviction.py), pinned ones last.
 
 Runs on: any (pure).
 """
@@ -10,10 +10,12 @@ Runs on: any (pure).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from .eviction import POLICIES, EvictionPolicy
 
 Namespace = tuple[str, ...]
 
@@ -24,13 +26,19 @@ class Node:
     Attributes:
         tokens: int32 [n * page_size] along the edge. pages: int32 [n], where their KV is.
         key: what the parent's `children` knows it by; the namespace, for a root.
+        start: tokens before it on the path.
         lock_count: requests that use this node or one below it.
-        last_access_s: time of the last match or insert. hit_count: matches so far.
+        last_access_s: time of the last match or insert. created_s: time of the insert.
+        hit_count: requests that began with it.
+        priority: the highest of the requests that left it.
+        pin: what is pinned higher is evicted later, whatever the policy says.
+        reach: the length of the longest sequence through it that was ever cached, in tokens.
         in_heap: whether the eviction heap has an entry of it.
     """
 
     __slots__ = (
         "children",
+        "created_s",
         "hit_count",
         "in_heap",
         "key",
@@ -38,6 +46,10 @@ class Node:
         "lock_count",
         "pages",
         "parent",
+        "pin",
+        "priority",
+        "reach",
+        "start",
         "tokens",
     )
 
@@ -47,18 +59,15 @@ class Node:
         self.key = key
         self.parent = parent
         self.children: dict[bytes, Node] = {}
+        self.start = 0 if parent is None else parent.start + len(parent.tokens)
         self.lock_count = 0
-        self.last_access_s = 0.0
+        self.last_access_s = self.created_s = 0.0
         self.hit_count = 0
+        self.priority = self.pin = self.reach = 0
         self.in_heap = False
 
     def __repr__(self) -> str:
         return f"node {self.tokens[:8].tolist()} of {len(self.tokens)} tokens"
-
-
-def lru(node: Node) -> float:
-    """Evict the least recently used first."""
-    return node.last_access_s
 
 
 class RadixTree:
@@ -66,7 +75,7 @@ class RadixTree:
 
     Args:
         page_size: tokens a page.
-        eviction_key: the leaf with the smallest is evicted first. A node's key may only grow.
+        eviction: which leaf goes first.
 
     Attributes:
         num_evictable, num_protected: pages in unlocked and in locked nodes.
@@ -74,13 +83,13 @@ class RadixTree:
         num_nodes: nodes without the roots.
     """
 
-    def __init__(self, page_size: int, eviction_key: Callable[[Node], Any] = lru):
+    def __init__(self, page_size: int, eviction: EvictionPolicy = POLICIES["lru"]):
         self.page_size = page_size
         self.num_evictable = 0
         self.num_protected = 0
         self.num_evicted = 0
         self.num_nodes = 0
-        self._eviction_key = eviction_key
+        self._eviction = eviction
         self._roots: dict[Namespace, Node] = {}
         # One entry (key, tie breaker, node) a node at most. An entry may be out of date: it is
         # looked at only when it comes to the top, and then dropped or pushed again.
@@ -100,14 +109,43 @@ class RadixTree:
             num_matched in tokens.
         """
         node, parts, num_matched = self._walk(tokens, namespace, now)
-        hit: Node | None = node
-        while hit is not None:
-            hit.hit_count += 1
-            hit = hit.parent
         return node, _concatenate(parts), num_matched
 
+    def find(self, tokens: np.ndarray, namespace: Namespace) -> tuple[Node | None, int]:
+        """How much of a prefix is cached, in tokens of whole pages; changes nothing.
+
+        Also the last node on its path, which may go on differently; None where there is nothing.
+        """
+        node = self._roots.get(namespace)
+        size = self.page_size
+        start, end = 0, len(tokens) // size * size
+        while node is not None and start < end:
+            child = node.children.get(tokens[start : start + size].tobytes())
+            if child is None:
+                break
+            node = child
+            n = _common_length(child.tokens, tokens[start:end]) // size * size
+            start += n
+            if n < len(child.tokens):
+                break
+        return node, start
+
+    def count_hit(self, node: Node) -> None:
+        """A request begins with the prefix that ends here."""
+        walk: Node | None = node
+        while walk is not None:
+            walk.hit_count += 1
+            walk = walk.parent
+
     def insert(
-        self, tokens: np.ndarray, pages: np.ndarray, namespace: Namespace, now: float
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        namespace: Namespace,
+        now: float,
+        *,
+        priority: int = 0,
+        pin: int = 0,
     ) -> tuple[Node, np.ndarray, int]:
         """Cache the whole pages of a prefix; a page-unaligned tail is ignored.
 
@@ -116,6 +154,7 @@ class RadixTree:
 
         Args:
             tokens: int32 [n]. pages: int32 [at least n / page_size].
+            priority, pin: the whole path gets at least these.
 
         Returns:
             The node where the prefix ends, the tree's own page ids for it, and num_present.
@@ -127,15 +166,22 @@ class RadixTree:
             key = tokens[num_present : num_present + size].tobytes()
             rest = pages[num_present // size : end // size].copy()
             leaf = Node(tokens[num_present:end].copy(), rest, key, node)
-            leaf.last_access_s = now
+            leaf.last_access_s = leaf.created_s = now
+            leaf.priority = priority
             node.children[key] = leaf
             if node.parent is None:
                 self._roots[namespace] = node
             self.num_nodes += 1
             self.num_evictable += len(rest)
-            self._offer(leaf)
             parts.append(rest)
             node = leaf
+        walk: Node | None = node
+        while walk is not None:
+            walk.reach = max(walk.reach, end)
+            walk.priority = max(walk.priority, priority)
+            walk.pin = max(walk.pin, pin)
+            walk = walk.parent
+        self._offer(node)
         return node, _concatenate(parts), num_present
 
     def lock(self, node: Node) -> None:
@@ -171,10 +217,11 @@ class RadixTree:
             node.in_heap = False
             if node.children or node.lock_count:
                 continue  # offered again when that ends
-            if key != self._eviction_key(node):
+            if key != self._key(node):
                 self._offer(node)
                 continue
-            n = min(missing, len(node.pages))
+            count = self._eviction.num_pages
+            n = min(missing, len(node.pages) if count is None else count(node))
             missing -= n
             parts.append(node.pages[len(node.pages) - n :])
             self.num_evictable -= n
@@ -216,6 +263,7 @@ class RadixTree:
             for key, child in node.children.items():
                 assert child.parent is node and child.key == key, f"{node}: a child is misplaced"
                 assert key == child.tokens[: self.page_size].tobytes(), f"{node}: a key is stale"
+                assert child.start == node.start + len(node.tokens), f"{child}: a wrong start"
             is_candidate = not is_root and not node.children and not node.lock_count
             assert node.in_heap or not is_candidate, f"{node}: an evictable leaf is not in the heap"
             assert not is_root or node.children or node.lock_count, f"empty root {node.key}"
@@ -253,9 +301,15 @@ class RadixTree:
         assert node.parent is not None
         num_pages = n // self.page_size
         upper = Node(node.tokens[:n], node.pages[:num_pages], node.key, node.parent)
+        upper.start = node.start
         upper.lock_count = node.lock_count
         upper.last_access_s = node.last_access_s
+        upper.created_s = node.created_s
         upper.hit_count = node.hit_count
+        upper.priority = node.priority
+        upper.pin = node.pin
+        upper.reach = node.reach
+        node.start += n
         node.parent.children[node.key] = upper
         node.tokens = node.tokens[n:]
         node.pages = node.pages[num_pages:]
@@ -275,7 +329,10 @@ class RadixTree:
         elif not node.in_heap:
             node.in_heap = True
             self._num_pushes += 1
-            heapq.heappush(self._heap, (self._eviction_key(node), self._num_pushes, node))
+            heapq.heappush(self._heap, (self._key(node), self._num_pushes, node))
+
+    def _key(self, node: Node) -> Any:
+        return node.pin, self._eviction.key(node)
 
     def _detach(self, node: Node) -> None:
         assert node.parent is not None
@@ -284,6 +341,7 @@ class RadixTree:
         self._offer(node.parent)
 
 
+SHORT_EDGE = 1024  # tokens: so many are copied and compared faster than numpy calls are made
 _EMPTY = np.empty(0, np.int32)
 
 
@@ -293,6 +351,8 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
+    if n <= SHORT_EDGE and a[:n].tobytes() == b[:n].tobytes():
+        return n
     differs = a[:n] != b[:n]
     first = int(differs.argmax())
     return first if differs[first] else n

@@ -136,14 +136,6 @@ def test_flush_keeps_what_is_locked():
     tree.unlock(node)
 
 
-def test_another_eviction_order_is_a_function():
-    tree = RadixTree(1, eviction_key=lambda node: (node.hit_count, node.last_access_s))
-    insert(tree, ids(1), 10, now=1.0)
-    insert(tree, ids(2), 20, now=2.0)
-    tree.match(ids(1), NS, 3.0)
-    assert tree.evict(1).tolist() == [20]
-
-
 def test_the_heap_holds_a_node_once():
     tree = RadixTree(1)
     node, _, _ = insert(tree, ids(1, 2), 10)
