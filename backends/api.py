@@ -154,6 +154,47 @@ class LayerWeights:
     mlp_out_norm: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a token's experts follow from its router logits; see `ReferenceOps.route`.
+
+    Attributes:
+        top_k: experts a token.
+        scoring: "softmax" over all experts, or "sigmoid" of each.
+        num_groups: into how many groups of neighbours the experts are divided.
+        top_groups: of how many groups a token's experts may come.
+        renormalize: whether a token's weights are divided by their sum. A softmax over the chosen
+            logits alone (gpt-oss, Mixtral) is this, too.
+        scale: multiplies the weights in the end.
+    """
+
+    top_k: int
+    scoring: str = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The gated MLPs of a layer: down(activation(gate(x), up(x))).
+
+    Attributes:
+        gate_up: [num_experts, 2 * inner, hidden], the gate's half first.
+        down: [num_experts, hidden, inner].
+        activation: "silu" or "gelu_tanh" of the gate, times up; or "swiglu_clamped" (gpt-oss):
+            gate * sigmoid(1.702 * gate) * (up + 1), gate at most 7, up between -7 and 7.
+        gate_up_bias, down_bias: [num_experts, 2 * inner] and [num_experts, hidden], or None.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    activation: str = "silu"
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class Ops(Protocol):
     """The ops of a backend. Each is documented by its float64 reference in `reference.py`.
 
@@ -235,6 +276,28 @@ class Ops(Protocol):
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         """gelu(x[:, :n], tanh form) * x[:, n:] for x [num_tokens, 2 n]."""
 
+    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Choose experts by router logits float32 [num_tokens, num_experts].
+
+        Args:
+            bias: float32 [num_experts] added to the scores for the choice, not to the weights.
+
+        Returns:
+            Expert ids int32 [num_tokens, top_k], valid ones even where the logits are broken, and
+            weights float32 [num_tokens, top_k].
+        """
+
+    def pack_experts(self, weights: ExpertWeights) -> Any:
+        """Bring a layer's experts into the form that `experts` wants. Called once, at load."""
+
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any) -> Tensor:
+        """The weighted sum of each token's experts: [num_tokens, hidden], in x's type.
+
+        Args:
+            x: [num_tokens, hidden].
+            topk_ids: int32 [num_tokens, top_k]. topk_weights: float32 [num_tokens, top_k].
+        """
+
     def decoder_layer(
         self,
         x: Tensor | None,
@@ -255,7 +318,9 @@ class Ops(Protocol):
         """
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """One token a row of logits float32 [rows, vocab] (may be overwritten).
+        """One token a row of logits float32 [rows, vocab].
+
+        They may be overwritten on a device without graphs, and stay as they are on one with.
 
         The rules, ties included, are those of `ReferenceOps.sample`.
 

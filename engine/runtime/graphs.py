@@ -11,24 +11,24 @@ Runs on: gpu.
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
-from torch import Tensor
 
-from ...backends.api import BatchMeta, DeviceRuntime
+from ...backends.api import DeviceRuntime
 from ..core.plan import StepPlan
-from .inputs import GraphShape, Inputs, saves_by_sharing
+from .inputs import GraphShape, Inputs, StepInputs, saves_by_sharing
 from .sampler import SlotTable
 
-Forward = Callable[[Tensor, BatchMeta], Tensor]  # tokens and batch to logits [logit rows, vocab]
+Outputs = TypeVar("Outputs")
 
 SHARED_SIZES = (8, 16, 32, 64, 128, 256, 512)  # rows
 
 # Launching a step of chunks kernel by kernel takes the host some 25 ms, as long as the device
 # needs for a thousand tokens. Longer steps hide it.
 FEW_ROWS, FEW_TOKENS = 8, (32, 64, 128, 192, 256, 384, 512)
-CHUNK_ROWS = 32
-CHUNK_TOKENS = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+CHUNK_ROWS = 64
+CHUNK_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 BESIDE_ROWS = (64, 256)  # decode rows beside chunks
 FEW_CONTEXT = 2048  # a captured kernel splits its keys for the longest context that it may see
 
@@ -39,11 +39,11 @@ def batch_sizes(max_rows: int) -> list[int]:
     return sorted({s for s in sizes if s < max_rows} | {max_rows})
 
 
-class StepGraphs:
+class StepGraphs(Generic[Outputs]):
     """The captured steps of one model.
 
     Args:
-        forward: the whole step from tokens to logits; it must do the same work each time.
+        run: the whole step, from staged inputs to its outputs; it must do the same work each time.
         max_rows: largest decode batch to capture.
         max_tokens: largest short prefill step to capture.
     """
@@ -53,7 +53,7 @@ class StepGraphs:
         runtime: DeviceRuntime,
         inputs: Inputs,
         table: SlotTable,
-        forward: Forward,
+        run: Callable[[StepInputs], Outputs],
         max_rows: int,
         max_tokens: int,
     ):
@@ -69,10 +69,11 @@ class StepGraphs:
             key=lambda shape: (shape.tokens, shape.rows),
         )
         self._replays: dict[GraphShape, Callable[[], None]] = {}
-        self._logits: dict[GraphShape, Tensor] = {}
+        self._outputs: dict[GraphShape, Outputs] = {}
         shapes = [GraphShape(size) for size in self._sizes]
         shapes += [GraphShape(size, is_shared=True) for size in self._shared_sizes]
         shapes += self._chunk_shapes
+        inputs.reserve(shapes, chunk_plan(1, inputs.page_size))
         # The largest first: the others fit in its memory.
         for shape in sorted(shapes, key=lambda s: -s.tokens):
             step = inputs.stage(chunk_plan(1, inputs.page_size), table, shape)
@@ -82,14 +83,11 @@ class StepGraphs:
             if shape.chunk_rows == FEW_ROWS:
                 meta.max_kv_len = min(meta.max_kv_len, FEW_CONTEXT)
 
-            def run(
-                shape: GraphShape = shape, tokens: Tensor = step.tokens, meta: BatchMeta = meta
-            ) -> None:
-                meta.plans.clear()  # so that what providers derive is derived in each replay
-                inputs.fill_last_tokens(tokens)
-                self._logits[shape] = forward(tokens, meta)
+            def capture(shape: GraphShape = shape, step: StepInputs = step) -> None:
+                step.meta.plans.clear()  # what providers derive is derived in each replay
+                self._outputs[shape] = run(step)
 
-            self._replays[shape] = runtime.capture(run)
+            self._replays[shape] = runtime.capture(capture)
 
     def shape_for(self, plan: StepPlan) -> GraphShape | None:
         """The graph that a plan fits; None where it fits none."""
@@ -117,10 +115,10 @@ class StepGraphs:
                 return shape
         return None
 
-    def replay(self, shape: GraphShape) -> Tensor:
-        """Run a captured step; its logits [shape.rows, vocab] stay until the next replay."""
+    def replay(self, shape: GraphShape) -> Outputs:
+        """Run a captured step; its outputs, of shape.rows rows, stay until the next replay."""
         self._replays[shape]()
-        return self._logits[shape]
+        return self._outputs[shape]
 
 
 def chunk_plan(num_tokens: int, page_size: int, context: int = 0) -> StepPlan:

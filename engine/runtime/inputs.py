@@ -2,13 +2,16 @@
 
 The arrays of a step are laid out one after the other in a byte buffer: written on the host through
 numpy views, copied to the device at once, read there through torch views at the same offsets. The
-layout depends on the step's counts alone, so a graph captured for a batch size finds its inputs at
-the same addresses each time. Two host buffers take turns, because the copy of one step may still
-run while the next is staged.
+layout depends on the step's counts alone, so a captured step, whose counts are fixed, finds its
+inputs at the same addresses each time. Two host buffers take turns: a step is staged while the one
+before it may not have been copied yet, but after the one before that was waited for.
 
 Runs on: gpu.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +58,8 @@ FIELDS = (
 # on an H200, 1300 of them take a microsecond of a layer (from the L2 cache), the pass about ten.
 MIN_SAVED_TOKENS = 16_384
 SPARE_TILES = 4  # more groups than these leave tiles that are not full
+# Block-table entries that a captured step takes in; more are written before it.
+ENTRIES_OF_DECODE, ENTRIES_OF_CHUNKS = 64, 2048
 
 
 class GraphShape(NamedTuple):
@@ -81,16 +86,22 @@ class GraphShape(NamedTuple):
         """All tokens, padding included."""
         return self.decode_rows + self.chunk_tokens
 
+    @property
+    def entries(self) -> int:
+        """New block-table entries, padding included."""
+        return self.rows + (ENTRIES_OF_CHUNKS if self.chunk_rows else ENTRIES_OF_DECODE)
+
 
 @dataclass(slots=True)
 class StepInputs:
     """One step's inputs on the device.
 
     Attributes:
-        tokens: int64 [num_tokens] input ids, with those of the step before filled in.
+        tokens: int64 [num_tokens] input ids; minus a slot stands for that slot's last token.
         sample_rows: host int array [num_samples], the plan's rows that sample.
-        sample_slots: int64 [num_samples] their request slots.
-        sampling: their sampling parameters.
+        sample_slots: int64 [samples, padding included] their request slots.
+        sampling: their sampling parameters, of all of these.
+        page_entries, page_ids: new block-table entries, int64 and int32.
     """
 
     tokens: Tensor
@@ -98,6 +109,34 @@ class StepInputs:
     sample_rows: np.ndarray
     sample_slots: Tensor
     sampling: SamplingRows
+    page_entries: Tensor
+    page_ids: Tensor
+
+
+class _Layout(NamedTuple):
+    """Where the arrays of a step lie: name, type, byte offset, bytes; and where they end."""
+
+    arrays: tuple[tuple[str, type, int, int], ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, counts: dict[str, int]) -> _Layout:
+        arrays, offset = [], 0
+        for name, dtype, count in FIELDS:
+            size = counts[count] * np.dtype(dtype).itemsize
+            arrays.append((name, dtype, offset, size))
+            offset += -(-size // ALIGN) * ALIGN
+        return cls(tuple(arrays), offset)
+
+    def on_host(self, buffer: Tensor) -> dict[str, np.ndarray]:
+        raw = buffer.numpy()
+        return {name: raw[o : o + size].view(dtype) for name, dtype, o, size in self.arrays}
+
+    def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            name: buffer[o : o + size].view(TORCH_DTYPE[dtype])
+            for name, dtype, o, size in self.arrays
+        }
 
 
 class Inputs:
@@ -124,20 +163,27 @@ class Inputs:
             self.block_table = torch.from_numpy(self._tables)
         self._capacity = 0
         self._host: list[Tensor] = []
-        self._copied: list[torch.Event | None] = [None, None]
         self._turn = 0
-        # Enough for any step, for the buffers must not move once graphs know their addresses.
+        self._is_fixed = False
+        self._captured: dict[GraphShape, tuple[_Layout, list[dict[str, np.ndarray]]]] = {}
+        # Enough for any step: the buffers must not move once captured steps know their addresses.
         fixed = ALIGN * len(FIELDS) + 64 * (max_step_tokens + num_slots)
         fixed += 4 * (SHARED_TILE_ROWS + 1) * num_shared_tiles(num_slots)
         self._reserve(fixed + 12 * num_slots * max_pages)
 
+    def reserve(self, shapes: Iterable[GraphShape], plan: StepPlan) -> None:
+        """Have room for captured steps of these shapes; afterwards the buffers stay in place."""
+        self._reserve(max(_Layout.of(self._counts(plan, shape)).num_bytes for shape in shapes))
+        self._is_fixed = True
+
     def _reserve(self, num_bytes: int) -> None:
         if num_bytes <= self._capacity:
             return
+        if self._is_fixed:
+            raise RuntimeError(f"a step of {num_bytes} bytes is larger than any that was foreseen")
         pin = not self._is_host
         self._capacity = num_bytes
         self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
-        self._copied = [None, None]
         self.staged = (
             self._host[0]
             if self._is_host
@@ -151,53 +197,143 @@ class Inputs:
 
         Args:
             table: the sampling parameters by slot.
-            shape: for a graph: pad to this shape, and leave tokens that only the device knows to
-                the graph. Padding rows are of slot 0, have no context, and write nowhere.
+            shape: for a step that is to be captured: pad to this shape. Padding rows are of
+                slot 0, have no context, and write nowhere. `apply` is then left to the capture.
         """
-        rows, tokens, decodes = plan.num_rows, plan.num_tokens, plan.num_decode_rows
+        layout = _Layout.of(self._counts(plan, shape))
+        self._reserve(layout.num_bytes)
+        host = layout.on_host(self._host[self._turn])
+        device = layout.on_device(self.staged)
+        sample_rows = self._write(plan, table, shape, host)
+        self._copy(layout.num_bytes)
+        rows = plan.num_rows if shape is None else shape.rows
+        decodes = plan.num_decode_rows if shape is None else shape.decode_rows
+        shared = None
+        if num_tiles := len(host["shared_tile_lens"]):
+            shared = SharedPrefixes(
+                device["shared_tile_rows"].view(num_tiles, SHARED_TILE_ROWS),
+                device["shared_tile_lens"],
+                device["shared_row_lens"],
+            )
+        meta = BatchMeta(
+            num_rows=rows,
+            num_tokens=len(host["tokens"]),
+            num_decode_rows=decodes,
+            page_size=self.page_size,
+            qo_indptr=device["qo_indptr"],
+            kv_lens=device["kv_lens"],
+            slots=device["slots"],
+            block_table=self.block_table,
+            positions=device["positions"],
+            out_slots=device["out_slots"],
+            logit_tokens=device["logit_tokens"],
+            qo_indptr_cpu=host["qo_indptr"],
+            kv_lens_cpu=host["kv_lens"],
+            max_q_len=int(plan.q_lens.max()),
+            max_kv_len=int(plan.kv_lens.max()),
+            shared=shared,
+        )
+        slots = plan.slots[sample_rows]
+        is_any = shape is not None  # a captured step must serve all
+        sampling = SamplingRows(
+            temperature=device["temperature"],
+            top_k=device["top_k"],
+            top_p=device["top_p"],
+            min_p=device["min_p"],
+            seeds=device["seeds"],
+            positions=device["sample_positions"],
+            all_greedy=not is_any and bool((table.temperature[slots] == 0).all()),
+            has_top_k=is_any or bool((table.top_k[slots] < table.vocab_size).any()),
+            has_top_p=is_any or bool((table.top_p[slots] < 1).any()),
+            has_min_p=is_any or bool((table.min_p[slots] > 0).any()),
+        )
+        step = StepInputs(
+            device["tokens"],
+            meta,
+            sample_rows,
+            device["sample_slots"],
+            sampling,
+            device["page_entries"],
+            device["page_ids"],
+        )
         if shape is None:
-            shape_rows, shape_tokens, gap = rows, tokens, 0
+            self.apply(step)
+        return step
+
+    def restage(self, plan: StepPlan, table: SlotTable, shape: GraphShape) -> np.ndarray:
+        """Copy a plan to where a captured step of this shape reads it; the rows that sample."""
+        if shape not in self._captured:
+            layout = _Layout.of(self._counts(plan, shape))
+            self._captured[shape] = layout, [layout.on_host(buffer) for buffer in self._host]
+        layout, hosts = self._captured[shape]
+        sample_rows = self._write(plan, table, shape, hosts[self._turn])
+        self._copy(layout.num_bytes)
+        if len(plan.page_ids) > shape.entries:  # rare: many long cached prompts begin at once
+            more = [
+                torch.from_numpy(values[shape.entries :].copy()).to(self._device)
+                for values in (self._entries(plan), plan.page_ids)
+            ]
+            self.block_table.view(-1)[more[0]] = more[1]
+        return sample_rows
+
+    def apply(self, step: StepInputs) -> None:
+        """Bring block table and input ids up to date; the first work of a step."""
+        if not self._is_host:
+            self.block_table.view(-1)[step.page_entries] = step.page_ids
+        last = self.last_tokens.take(step.tokens.neg().clamp_(min=0))
+        torch.where(step.tokens < 0, last, step.tokens, out=step.tokens)
+
+    def _counts(self, plan: StepPlan, shape: GraphShape | None) -> dict[str, int]:
+        if shape is None:
+            rows, tokens, samples = plan.num_rows, plan.num_tokens, int(plan.samples.sum())
+            is_shared, pages = saves_by_sharing(plan), len(plan.page_ids)
         else:
-            if not shape.decode_rows:
-                decodes = 0  # the few there are go through the chunks' kernel
-            shape_rows, shape_tokens = shape.rows, shape.tokens
-            gap = shape.decode_rows - decodes  # padding between decode rows and chunks
-        row_of_token = np.repeat(np.arange(rows), plan.q_lens)
-        begins = np.cumsum(plan.q_lens) - plan.q_lens  # of each row among the plan's tokens
-        ends = begins + plan.q_lens + np.where(np.arange(rows) < decodes, 0, gap)  # when padded
-        indptr = np.empty(shape_rows + 1, np.int32)
-        indptr[: decodes + gap + 1] = np.arange(decodes + gap + 1)
-        indptr[decodes + gap + 1 :] = tokens + gap
-        indptr[decodes + gap + 1 : rows + gap + 1] = ends[decodes:]
-        sample_rows = np.flatnonzero(plan.samples)
-        samples = len(sample_rows)
-        all_samples = shape_rows if shape is not None else samples
-        scored = [
-            np.arange(begins[row], begins[row] + plan.q_lens[row]) for row in plan.score_tokens
-        ]
-        is_shared = shape.is_shared if shape is not None else saves_by_sharing(plan)
-        num_tiles = num_shared_tiles(shape_rows) if is_shared else 0
-        counts = {
-            "tokens": shape_tokens,
-            "rows": shape_rows,
-            "rows+1": shape_rows + 1,
-            "samples": all_samples,
-            "logits": all_samples + sum(map(len, scored)),
+            rows, tokens, samples = shape.rows, shape.tokens, shape.rows
+            is_shared, pages = shape.is_shared, shape.entries
+        num_tiles = num_shared_tiles(rows) if is_shared else 0
+        return {
+            "tokens": tokens,
+            "rows": rows,
+            "rows+1": rows + 1,
+            "samples": samples,
+            "logits": samples + sum(map(len, plan.score_tokens.values())),
             "shared tiles": num_tiles,
             "shared tiles x rows": num_tiles * SHARED_TILE_ROWS,
-            "rows if shared": shape_rows if is_shared else 0,
-            "pages": len(plan.page_ids),
+            "rows if shared": rows if is_shared else 0,
+            "pages": pages,
         }
-        host, device = self._views(counts)
 
+    def _entries(self, plan: StepPlan) -> np.ndarray:
+        return plan.page_slots.astype(np.int64) * self._max_pages + plan.page_indices
+
+    def _write(
+        self,
+        plan: StepPlan,
+        table: SlotTable,
+        shape: GraphShape | None,
+        host: dict[str, np.ndarray],
+    ) -> np.ndarray:
+        """Fill a step's arrays; returns the rows that sample."""
+        rows, tokens, decodes = plan.num_rows, plan.num_tokens, plan.num_decode_rows
+        gap = 0  # padding between decode rows and chunks
+        if shape is not None:
+            if not shape.decode_rows:
+                decodes = 0  # the few there are go through the chunks' kernel
+            gap = shape.decode_rows - decodes
         self._tables[plan.page_slots, plan.page_indices] = plan.page_ids
-        host["page_entries"][:] = plan.page_slots.astype(np.int64) * self._max_pages
-        host["page_entries"] += plan.page_indices
-        host["page_ids"][:] = plan.page_ids
+        num_entries = len(host["page_ids"])
+        _fill(host["page_entries"], self._entries(plan)[:num_entries], 0)
+        _fill(host["page_ids"], plan.page_ids[:num_entries], 0)
 
-        row_slots = plan.slots[row_of_token]
-        starts = plan.kv_lens - plan.q_lens
-        positions = np.arange(tokens) - begins[row_of_token] + starts[row_of_token]
+        if tokens == rows:
+            row_slots, positions = plan.slots, plan.kv_lens - 1
+            begins = np.arange(rows)
+        else:
+            row_of_token = np.repeat(np.arange(rows), plan.q_lens)
+            row_slots = plan.slots[row_of_token]
+            begins = np.cumsum(plan.q_lens) - plan.q_lens  # of each row among the plan's tokens
+            starts = plan.kv_lens - plan.q_lens - begins
+            positions = np.arange(tokens) + starts[row_of_token]
         pages = self._tables[row_slots, positions // self.page_size]
         out_slots = pages * np.int64(self.page_size) + positions % self.page_size
         # A token that only the device knows is staged as minus its slot, which is at least 1.
@@ -210,102 +346,41 @@ class Inputs:
             ("slots", plan.slots, 0),
         ):
             _spread(host[name], values, decodes, gap, padding)
-        host["qo_indptr"][:] = indptr
-        _fill(host["logit_tokens"][:all_samples], ends[sample_rows] - 1, 0)
-        if scored:
-            host["logit_tokens"][all_samples:] = np.concatenate(scored)
-        shared = None
-        if is_shared:
-            shape_2d = (num_tiles, SHARED_TILE_ROWS)
+        ends = begins + plan.q_lens
+        ends[decodes:] += gap
+        indptr = host["qo_indptr"]
+        indptr[: decodes + gap + 1] = np.arange(decodes + gap + 1)
+        indptr[decodes + gap + 1 : rows + gap + 1] = ends[decodes:]
+        indptr[rows + gap + 1 :] = tokens + gap
+
+        sample_rows = np.flatnonzero(plan.samples)
+        num_samples = len(host["sample_slots"])
+        _fill(host["logit_tokens"][:num_samples], ends[sample_rows] - 1, 0)
+        if plan.score_tokens:
+            host["logit_tokens"][num_samples:] = np.concatenate(
+                [
+                    np.arange(begins[row], begins[row] + plan.q_lens[row])
+                    for row in plan.score_tokens
+                ]
+            )
+        if len(host["shared_tile_lens"]):
             tile_shared_groups(
                 plan.shared_groups,
-                host["shared_tile_rows"].reshape(shape_2d),
+                host["shared_tile_rows"].reshape(-1, SHARED_TILE_ROWS),
                 host["shared_tile_lens"],
                 host["shared_row_lens"],
-            )
-            shared = SharedPrefixes(
-                device["shared_tile_rows"].view(shape_2d),
-                device["shared_tile_lens"],
-                device["shared_row_lens"],
             )
         slots = plan.slots[sample_rows]
         _fill(host["sample_slots"], slots, 0)
         _fill(host["sample_positions"], plan.kv_lens[sample_rows], 0)
         for name in ("seeds", "top_k", "temperature", "top_p", "min_p"):
             _fill(host[name], getattr(table, name)[slots], 0)
+        return sample_rows
 
+    def _copy(self, num_bytes: int) -> None:
         if not self._is_host:
-            turn = self._turn
-            used = self._used
-            self.staged[:used].copy_(self._host[turn][:used], non_blocking=True)
-            copied = torch.Event(self._device)
-            copied.record()
-            self._copied[turn] = copied
-            self._turn = 1 - turn
-            if len(plan.page_ids):
-                self.block_table.view(-1)[device["page_entries"]] = device["page_ids"]
-        kv_lens_cpu = plan.kv_lens
-        if shape is not None:
-            kv_lens_cpu = np.empty(shape_rows, np.int32)
-            _spread(kv_lens_cpu, plan.kv_lens, decodes, gap, 0)
-        meta = BatchMeta(
-            num_rows=shape_rows,
-            num_tokens=shape_tokens,
-            num_decode_rows=decodes + gap,
-            page_size=self.page_size,
-            qo_indptr=device["qo_indptr"],
-            kv_lens=device["kv_lens"],
-            slots=device["slots"],
-            block_table=self.block_table,
-            positions=device["positions"],
-            out_slots=device["out_slots"],
-            logit_tokens=device["logit_tokens"],
-            qo_indptr_cpu=indptr,
-            kv_lens_cpu=kv_lens_cpu,
-            max_q_len=int(plan.q_lens.max()),
-            max_kv_len=int(plan.kv_lens.max()),
-            shared=shared,
-        )
-        if shape is None and (plan.tokens == FROM_DEVICE).any():
-            self.fill_last_tokens(device["tokens"])
-        sampling = SamplingRows(
-            temperature=device["temperature"][:samples],
-            top_k=device["top_k"][:samples],
-            top_p=device["top_p"][:samples],
-            min_p=device["min_p"][:samples],
-            seeds=device["seeds"][:samples],
-            positions=device["sample_positions"][:samples],
-            all_greedy=bool((table.temperature[slots] == 0).all()),
-            has_top_k=bool((table.top_k[slots] < table.vocab_size).any()),
-            has_top_p=bool((table.top_p[slots] < 1).any()),
-            has_min_p=bool((table.min_p[slots] > 0).any()),
-        )
-        return StepInputs(
-            device["tokens"], meta, sample_rows, device["sample_slots"][:samples], sampling
-        )
-
-    def _views(self, counts: dict[str, int]) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
-        """The step's arrays on the host and on the device, by name."""
-        layout, offset = [], 0
-        for name, dtype, count in FIELDS:
-            size = counts[count] * np.dtype(dtype).itemsize
-            layout.append((name, dtype, offset, size))
-            offset += -(-size // ALIGN) * ALIGN
-        self._reserve(offset)
-        self._used = offset
-        turn = self._turn
-        if (copied := self._copied[turn]) is not None:
-            copied.synchronize()  # of two steps ago: it has long been done
-        buffer = self._host[turn].numpy()
-        source = self._host[turn] if self._is_host else self.staged
-        host = {n: buffer[o : o + size].view(dtype) for n, dtype, o, size in layout}
-        device = {n: source[o : o + size].view(TORCH_DTYPE[dtype]) for n, dtype, o, size in layout}
-        return host, device
-
-    def fill_last_tokens(self, tokens: Tensor) -> None:
-        """Put the tokens that only the device knows in their places."""
-        last = self.last_tokens.take(tokens.neg().clamp_(min=0))
-        torch.where(tokens < 0, last, tokens, out=tokens)
+            self.staged[:num_bytes].copy_(self._host[self._turn][:num_bytes], non_blocking=True)
+            self._turn = 1 - self._turn
 
 
 def saves_by_sharing(plan: StepPlan) -> bool:

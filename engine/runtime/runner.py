@@ -3,6 +3,7 @@
 Runs on: gpu.
 """
 
+import itertools
 import time
 from typing import Protocol
 
@@ -14,9 +15,10 @@ from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
 from ..core.budget import StepCost, calibration_chunks, pairs_of
 from ..core.plan import Logprobs, StepPlan, StepResult
 from .graphs import StepGraphs, chunk_plan
-from .inputs import Inputs
+from .inputs import Inputs, StepInputs
 from .sampler import DeviceLogprobs, Sampled, Sampler, top_logprobs
 
+NO_ROWS = np.empty(0, np.int64)
 SCORED_ROWS = 512  # logits of so many prompt positions are in memory at once
 
 
@@ -32,6 +34,16 @@ class Model(Protocol):
         """[n, hidden] to float32 [n, vocab]."""
 
 
+class _Turn:
+    """What a step needs beside its inputs and keeps until it was waited for; used in turns."""
+
+    def __init__(self, num_rows: int, is_async: bool):
+        self.tokens = torch.empty(num_rows, dtype=torch.int32, pin_memory=is_async)
+        if is_async:
+            self.began = torch.Event(enable_timing=True)
+            self.ended = torch.Event(enable_timing=True, blocking=True)
+
+
 class InFlight:
     """A launched step. `wait` gives its result; it blocks without the GIL.
 
@@ -45,35 +57,36 @@ class InFlight:
         sample_rows: np.ndarray,
         sampled: Sampled | None,
         prompt_logprobs: dict[int, DeviceLogprobs],
-        began: torch.Event | None,
-        device_s: float = 0.0,
+        turn: _Turn,
+        device_s: float | None = None,
     ):
-        self.device_s = device_s
+        self.device_s = device_s or 0.0
         self._plan = plan
         self._sample_rows = sample_rows
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
-        self._began = began
-        is_async = began is not None
+        self._turn = turn
+        self._is_async = device_s is None
         if sampled is not None:
-            self._tokens = _to_host(sampled.tokens, is_async)
-            self._is_finite = _to_host(sampled.is_finite, is_async)
-        if is_async:
-            self._ended = torch.Event(enable_timing=True, blocking=True)
-            self._ended.record()
+            host = turn.tokens[: len(sample_rows)]
+            host.copy_(sampled.tokens, non_blocking=self._is_async)
+        if self._is_async:
+            turn.ended.record()
 
     def wait(self) -> StepResult:
         """The step's result, once the device is done with it."""
-        if self._began is not None:
-            self._ended.synchronize()
-            self.device_s = self._began.elapsed_time(self._ended) / 1e3
+        turn = self._turn
+        if self._is_async:
+            turn.ended.synchronize()
+            self.device_s = turn.began.elapsed_time(turn.ended) / 1e3
         plan, rows = self._plan, self._sample_rows
         tokens = np.full(plan.num_rows, -1, np.int32)
         is_finite = np.ones(plan.num_rows, bool)
         logprobs = None
         if self._sampled is not None:
-            tokens[rows] = self._tokens.numpy()
-            is_finite[rows] = self._is_finite.numpy()
+            drawn = turn.tokens.numpy()[: len(rows)]
+            is_finite[rows] = drawn >= 0
+            tokens[rows] = np.where(drawn < 0, ~drawn, drawn)
             if self._sampled.logprobs is not None:
                 at = rows[self._sampled.logprob_rows]
                 logprobs = _spread(self._sampled.logprobs, at, plan.num_rows)
@@ -96,7 +109,8 @@ class ModelRunner:
         page_size: int,
         max_step_tokens: int,
     ):
-        self._graphs: StepGraphs | None = None
+        self._graphs: StepGraphs[tuple[Tensor, Tensor, StepInputs]] | None = None
+        self._turns = itertools.cycle([_Turn(num_slots, runtime.is_async) for _ in range(3)])
         self.runtime = runtime
         self.model = model
         self.caches = caches
@@ -136,46 +150,53 @@ class ModelRunner:
     def capture(self, max_rows: int, max_tokens: int) -> None:
         """Capture decode steps of up to max_rows requests, and short prefill steps, as graphs."""
 
-        def forward(tokens: Tensor, meta: BatchMeta) -> Tensor:
-            hidden = self.model.forward(tokens, meta, self.caches)
-            if meta.num_decode_rows < meta.num_rows:
-                hidden = hidden[meta.logit_tokens]
-            return self.model.logits(hidden)
+        def run(step: StepInputs) -> tuple[Tensor, Tensor, StepInputs]:
+            self.inputs.apply(step)
+            hidden = self.model.forward(step.tokens, step.meta, self.caches)
+            if step.meta.num_decode_rows < step.meta.num_rows:
+                hidden = hidden[step.meta.logit_tokens]
+            logits = self.model.logits(hidden)
+            drawn = self.sampler.draw(
+                logits, step.sampling, step.sample_slots, self.inputs.last_tokens
+            )
+            return logits, drawn, step
 
         self._graphs = StepGraphs(
-            self.runtime, self.inputs, self.sampler.table, forward, max_rows, max_tokens
+            self.runtime, self.inputs, self.sampler.table, run, max_rows, max_tokens
         )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Queue a step on the device."""
+        """Queue a step on the device. The step before the last must have been waited for."""
         for admission in plan.admitted:
             self.sampler.admit(admission)
-        began, began_s = None, time.perf_counter()
+        turn, began_s = next(self._turns), time.perf_counter()
         if self.runtime.is_async:
-            began = torch.Event(enable_timing=True)
-            began.record()
-        graphs = self._graphs
+            turn.began.record()
+        graphs, sampler, last = self._graphs, self.sampler, self.inputs.last_tokens
         shape = graphs.shape_for(plan) if graphs is not None else None
-        step = self.inputs.stage(plan, self.sampler.table, shape)
-        num_samples = len(step.sample_rows)
         sampled, scored = None, {}
         if graphs is not None and shape is not None:
-            logits = graphs.replay(shape)[:num_samples]
+            rows = self.inputs.restage(plan, sampler.table, shape)
+            logits, drawn, step = graphs.replay(shape)
         else:
+            step = self.inputs.stage(plan, sampler.table)
+            rows = step.sample_rows
             hidden = self.model.forward(step.tokens, step.meta, self.caches)
             hidden = hidden[step.meta.logit_tokens]
-            logits = self.model.logits(hidden[:num_samples])
-            scored = self._score(plan, hidden[num_samples:])
-        if num_samples:
-            slots = plan.slots[step.sample_rows]
-            sampled = self.sampler.sample(
-                logits, slots, plan.kv_lens[step.sample_rows], step.sampling
-            )
-            self.inputs.last_tokens[step.sample_slots] = sampled.tokens.long()
-        return InFlight(
-            plan, step.sample_rows, sampled, scored, began, time.perf_counter() - began_s
-        )
+            logits, drawn = self.model.logits(hidden[: len(rows)]), None
+            scored = self._score(plan, hidden[len(rows) :])
+        if len(rows):
+            slots, kv_lens = plan.slots[rows], plan.kv_lens[rows]
+            if drawn is not None and sampler.is_plain(slots, kv_lens):
+                sampled = Sampled(drawn[: len(rows)], NO_ROWS, None)
+            else:  # what a graph drew is drawn again, from what the requests make of the logits
+                sampled = sampler.sample(
+                    logits, slots, kv_lens, step.sampling, step.sample_slots, last
+                )
+                sampled.tokens = sampled.tokens[: len(rows)]
+        device_s = None if self.runtime.is_async else time.perf_counter() - began_s
+        return InFlight(plan, rows, sampled, scored, turn, device_s)
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, DeviceLogprobs]:
         """Log-probabilities of prompt tokens, for the rows that want them."""
@@ -195,13 +216,6 @@ class ModelRunner:
             )
             start += len(tokens)
         return scored
-
-
-def _to_host(values: Tensor, is_async: bool) -> Tensor:
-    if not is_async:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def _to_numpy(lp: DeviceLogprobs) -> Logprobs:

@@ -32,6 +32,8 @@ class SlotTable:
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.has_penalties = np.zeros(num_slots, bool)
         self.has_bias = np.zeros(num_slots, bool)
+        # The context length from which a row needs nothing but the draw.
+        self.plain_from = np.zeros(num_slots, np.int32)
 
     def write(self, a: Admission) -> None:
         """Set the row of a newly admitted request."""
@@ -48,6 +50,9 @@ class SlotTable:
         self.num_logprobs[slot] = -1 if p.logprobs is None else p.logprobs
         self.has_penalties[slot] = p.has_penalties
         self.has_bias[slot] = bool(p.logit_bias)
+        is_special = p.has_penalties or p.logit_bias or p.logprobs is not None
+        ready = a.prompt_len + p.min_tokens if p.min_tokens else 0
+        self.plain_from[slot] = np.iinfo(np.int32).max if is_special else ready
 
 
 @dataclass(slots=True)
@@ -64,13 +69,11 @@ class Sampled:
     """What one step sampled, on the device.
 
     Attributes:
-        tokens: int32 [num_samples].
-        is_finite: bool [num_samples], of the logits that were drawn from.
+        tokens: int32 [num_samples]; ~token where the logits that it was drawn from are broken.
         logprob_rows: which of the samples have log-probabilities (host indices).
     """
 
     tokens: Tensor
-    is_finite: Tensor
     logprob_rows: np.ndarray
     logprobs: DeviceLogprobs | None
 
@@ -103,15 +106,36 @@ class Sampler:
                 torch.tensor(values, dtype=torch.float32, device=self._device),
             )
 
+    def is_plain(self, slots: np.ndarray, kv_lens: np.ndarray) -> bool:
+        """Whether these rows need nothing but the draw."""
+        return bool((kv_lens >= self.table.plain_from[slots]).all())
+
+    def draw(self, logits: Tensor, rows: SamplingRows, slots: Tensor, last: Tensor) -> Tensor:
+        """Only the draw, as `Sampled.tokens`; each token goes to its slot in `last` too.
+
+        Args:
+            logits: float32 [num_rows, vocab]. slots: int64 [num_rows]. last: int64 [num_slots].
+        """
+        tokens, is_finite = self._ops.sample(logits, rows)
+        last[slots] = tokens.long()
+        return torch.where(is_finite, tokens, ~tokens)
+
     def sample(
-        self, logits: Tensor, slots: np.ndarray, kv_lens: np.ndarray, rows: SamplingRows
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        kv_lens: np.ndarray,
+        rows: SamplingRows,
+        device_slots: Tensor,
+        last: Tensor,
     ) -> Sampled:
-        """Draw one token a row.
+        """Draw one token a row, with all that its request asks for.
 
         Args:
             logits: float32 [num_rows, vocab] (overwritten); rows after len(slots) are padding.
             slots: host int32 [num_samples]; kv_lens: the context's length, so the position of
                 the token that is drawn.
+            rows, device_slots, last: see `draw`.
         """
         table = self.table
         logprob_rows = np.flatnonzero(table.num_logprobs[slots] >= 0)
@@ -128,14 +152,18 @@ class Sampler:
             ids, values = self._bias[int(slots[row])]
             logits[int(row)].index_add_(0, ids, values)
 
-        tokens, is_finite = self._ops.sample(logits, rows)
+        drawn = self.draw(logits, rows, device_slots, last)
         if len(penalised):
-            self._penalties.count(tokens[self._index(penalised)], slots[penalised])
+            self._penalties.count(self._tokens_of(drawn, penalised), slots[penalised])
         logprobs = None
         if own is not None:
             top = int(table.num_logprobs[slots].max())
-            logprobs = top_logprobs(own, tokens[self._index(logprob_rows)].long(), top)
-        return Sampled(tokens, is_finite, logprob_rows, logprobs)
+            logprobs = top_logprobs(own, self._tokens_of(drawn, logprob_rows), top)
+        return Sampled(drawn, logprob_rows, logprobs)
+
+    def _tokens_of(self, drawn: Tensor, rows: np.ndarray) -> Tensor:
+        tokens = drawn[self._index(rows)].long()
+        return torch.where(tokens < 0, ~tokens, tokens)
 
     def _mask_stops(self, logits: Tensor, slots: np.ndarray, kv_lens: np.ndarray) -> None:
         """Forbid the stop tokens of rows that have not reached min_tokens."""

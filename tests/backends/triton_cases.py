@@ -92,8 +92,9 @@ def test_shared_prefixes_in_captured_steps(monkeypatch):
     cache = LayerCache(*(torch.randn(64, 16, 2, 32, generator=gen) for _ in range(2)))
     queries = torch.randn(100, 4, 32, generator=gen)
 
-    def forward(tokens, meta):
-        return attention.attend(queries[tokens], meta, cache, spec)
+    def forward(step):
+        inputs.apply(step)
+        return attention.attend(queries[step.tokens], step.meta, cache, spec)
 
     inputs = Inputs(CpuRuntime(), num_slots=9, max_pages=24, page_size=16, max_step_tokens=8)
     table = SlotTable(9, 100)
@@ -128,7 +129,7 @@ def test_shared_prefixes_in_captured_steps(monkeypatch):
         monkeypatch.setattr(staging, "MIN_SAVED_TOKENS", 128)
         shape = graphs.shape_for(plan)
         assert shape == GraphShape(8, is_shared=True)
-        inputs.stage(plan, table, shape)
+        inputs.restage(plan, table, shape)
         torch.testing.assert_close(graphs.replay(shape)[:6].double(), want, rtol=2e-5, atol=2e-5)
         monkeypatch.undo()
 

@@ -70,6 +70,48 @@ def test_greedy_tokens_are_the_same_however_they_are_computed(
             assert sum(c.num_cached for c in done) > 0
 
 
+MIXED = [  # rows that need more than the draw, beside those that need nothing else
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_k=20, seed=5, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.8, seed=6, max_tokens=9, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=20, min_tokens=9, frequency_penalty=1.0),
+    SamplingParams(temperature=0.7, seed=7, logit_bias={65: 4.0}, max_tokens=20),
+]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_captured_steps_change_nothing(tiny_model, prompts, monkeypatch, few):
+    """On a device that captures a step by remembering its function; `few`: little room in it."""
+    from stoker.backends.cpu import CpuRuntime
+    from stoker.backends.cpu.native_ops import NativeOps
+    from stoker.engine.runtime import graphs, inputs
+
+    sample = NativeOps.sample  # where steps are captured, a draw must leave the logits alone
+    monkeypatch.setattr(NativeOps, "sample", lambda self, x, rows: sample(self, x.clone(), rows))
+
+    def run(**options):
+        with Engine(config_of(tiny_model, max_running_requests=8, **options)) as engine:
+            params = [MIXED[i % len(MIXED)] for i in range(len(prompts))]
+            return [(c.token_ids, c.finish_reason) for c in engine.generate(prompts, params)]
+
+    want = run()
+    captured, replays = [], []
+
+    def capture(self, function):
+        function()
+        captured.append(function)
+        return lambda: (replays.append(function), function())
+
+    monkeypatch.setattr(CpuRuntime, "has_graphs", True)
+    monkeypatch.setattr(CpuRuntime, "capture", capture, raising=False)
+    if few:
+        monkeypatch.setattr(inputs, "ENTRIES_OF_DECODE", 0)
+        monkeypatch.setattr(inputs, "ENTRIES_OF_CHUNKS", -7)
+        monkeypatch.setattr(graphs, "CHUNK_TOKENS", (64, 128))
+    assert run() == want
+    assert len(captured) > 10 and len({id(f) for f in replays}) > 2
+
+
 def test_overlap_changes_nothing(tiny_model, prompts, expected, monkeypatch):
     from stoker.backends.cpu import CpuRuntime
     from stoker.engine import gpu_thread

@@ -25,8 +25,9 @@ class RecordingRuntime:
         return function
 
 
-def forward(tokens, meta):
+def forward(step):
     """Per row: its token, its context, how much of it is shared, with how many rows, tiles used."""
+    tokens, meta = step.tokens, step.meta
     columns = [tokens[: meta.num_rows], meta.kv_lens]
     zeros = torch.zeros(meta.num_rows, dtype=torch.int64)
     if meta.shared is None:
@@ -77,7 +78,7 @@ def decode_plan(num_rows, groups=()):
 def run(graphs, plan):
     inputs, table, steps = graphs
     shape = steps.shape_for(plan)
-    inputs.stage(plan, table, shape)
+    inputs.restage(plan, table, shape)
     return shape, steps.replay(shape).tolist()
 
 
@@ -96,15 +97,15 @@ def test_plans_choose_their_graphs(graphs):
     longer.samples[0] = False
     assert shape_for(longer) == GraphShape(0, 8, 32)
     mixed = plan_of([1] * 12 + [8], [17] * 12 + [8])
-    assert shape_for(mixed) == GraphShape(0, 32, 64)
+    assert shape_for(mixed) == GraphShape(0, 64, 64)
     mixed.shared_groups = [(np.arange(12, dtype=np.int32), 16)]
-    assert shape_for(mixed) == GraphShape(20, 32, 64, is_shared=True)
+    assert shape_for(mixed) == GraphShape(20, 64, 64, is_shared=True)
 
 
 def test_shared_prefixes_beside_chunks(graphs):
     shape, rows = run(graphs, plan_of([1] * 12 + [8], [17] * 12 + [24], [([1, 4, 11], 16)]))
-    assert shape == GraphShape(20, 32, 64, is_shared=True)
-    assert [row[1] for row in rows] == [17] * 12 + [0] * 8 + [24] + [0] * 31
+    assert shape == GraphShape(20, 64, 64, is_shared=True)
+    assert [row[1] for row in rows] == [17] * 12 + [0] * 8 + [24] + [0] * 63
     assert [i for i, row in enumerate(rows) if row[2:4] == [16, 3]] == [1, 4, 11]
 
 

@@ -86,9 +86,9 @@ def test_padding_of_a_decode_graph_writes_nowhere(inputs):
     assert meta.kv_lens.tolist() == [3, 0, 0, 0]
     assert meta.qo_indptr.tolist() == [0, 1, 2, 3, 4]
     assert meta.slots.tolist() == [1, 0, 0, 0]
-    assert step.sample_slots.tolist() == [1]
+    assert step.sample_slots.tolist() == [1, 0, 0, 0]
     inputs.last_tokens[1] = 66
-    inputs.fill_last_tokens(step.tokens)
+    inputs.apply(step)
     assert step.tokens.tolist() == [66, 0, 0, 0]
 
 
@@ -102,7 +102,7 @@ def test_padding_of_a_short_prefill_graph(inputs):
     assert meta.kv_lens.tolist() == [2, 5, 0]
     assert meta.out_slots.tolist() == [17, 6, 7, 12, -1, -1, -1, -1]
     assert meta.logit_tokens.tolist() == [0, 3, 0]
-    assert step.sample_slots.tolist() == [2, 1]
+    assert step.sample_slots.tolist() == [2, 1, 0]
 
 
 def test_many_block_table_entries_grow_the_buffers(inputs):
@@ -163,4 +163,4 @@ def test_padding_between_decode_rows_and_chunks(inputs):
     assert meta.logit_tokens.tolist() == [0, 5, 7, 0, 0, 0]
     assert meta.kv_lens_cpu.tolist() == meta.kv_lens.tolist()
     assert meta.qo_indptr_cpu.tolist() == meta.qo_indptr.tolist()
-    assert step.sample_slots.tolist() == [2, 1, 3]
+    assert step.sample_slots.tolist() == [2, 1, 3, 0, 0, 0]
