@@ -21,11 +21,15 @@ if TYPE_CHECKING:
         AttentionSpec,
         BatchMeta,
         DeviceRuntime,
+        ExpertWeights,
         LayerCache,
         LayerWeights,
         Rope,
+        RouterSpec,
         SamplingRows,
     )
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 class ReferenceOps:
@@ -144,6 +148,48 @@ class ReferenceOps:
         gate, up = _up(x).chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
+    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of equal scores the lower id is chosen first.
+
+        With groups (DeepSeek-V2 and V3), those with the largest scores are chosen first: a
+        group's score is its best expert's, or the sum of its best two where there is a bias.
+        """
+        logits = _up(logits)
+        scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+        choice = scores if bias is None else scores + bias
+        choice = choice.masked_fill(choice.isnan(), -math.inf)
+        if spec.num_groups > 1:
+            grouped = choice.unflatten(1, (spec.num_groups, -1))
+            best = grouped.sort(dim=-1, descending=True).values
+            of_group = best[..., 0] if bias is None else best[..., :2].sum(-1)
+            order = of_group.sort(dim=-1, descending=True, stable=True).indices
+            is_chosen = torch.zeros_like(of_group, dtype=torch.bool)
+            is_chosen.scatter_(1, order[:, : spec.top_groups], True)
+            choice = grouped.masked_fill(~is_chosen[..., None], -math.inf).flatten(1)
+        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+        weights = scores.gather(1, ids)
+        if spec.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        weights = weights * spec.scale
+        return ids.int(), weights.to(logits.dtype)
+
+    def pack_experts(self, weights: ExpertWeights) -> Any:
+        """The weights as they are."""
+        return weights
+
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any) -> Tensor:
+        """One expert after the other."""
+        w = packed
+        out = torch.zeros_like(_up(x), memory_format=torch.contiguous_format)
+        for expert in topk_ids.unique().tolist():
+            tokens, ranks = (topk_ids == expert).nonzero(as_tuple=True)
+            bias = None if w.gate_up_bias is None else w.gate_up_bias[expert]
+            y = gated(F.linear(x[tokens], w.gate_up[expert], bias), w.activation)
+            bias = None if w.down_bias is None else w.down_bias[expert]
+            y = _up(F.linear(y, w.down[expert], bias))
+            out.index_add_(0, tokens, y * topk_weights[tokens, ranks, None].to(y.dtype))
+        return out.to(x.dtype)
+
     def decoder_layer(
         self,
         x: Tensor | None,
@@ -235,6 +281,17 @@ def _threshold(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     enough = top_p.double()[:, None] * cumulative[:, -1:]
     num_kept = ((cumulative - falling < enough) & (falling > 0)).sum(-1, keepdim=True)
     return falling.gather(1, num_kept.clamp(min=1) - 1)[:, 0]
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """An expert's activation (see `ExpertWeights`) of [num_tokens, 2 n]: [num_tokens, n]."""
+    gate, up = _up(x).chunk(2, dim=-1)
+    if activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+        gate = gate * torch.sigmoid(SWIGLU_ALPHA * gate)
+    else:
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (gate * up).to(x.dtype)
 
 
 def _up(x: Tensor) -> Tensor:

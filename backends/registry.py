@@ -43,13 +43,16 @@ OP_GROUPS = (
     ("write_qkv",),  # after attend, whose layout of pages it must write
     ("silu_and_mul",),
     ("gelu_and_mul",),
+    ("route",),
+    ("pack_experts", "experts"),
     ("sample",),
 )
 OP_NAMES = tuple(op for group in OP_GROUPS for op in group)
 
 # Made of other ops: present only where one provider serves it and all of those.
+NOT_IN_A_LAYER = ("pack_linear", "route", "pack_experts", "experts", "sample")  # of a dense MLP
 FUSED_OPS = {
-    "decoder_layer": tuple(op for op in OP_NAMES if op not in ("pack_linear", "sample")),
+    "decoder_layer": tuple(op for op in OP_NAMES if op not in NOT_IN_A_LAYER),
 }
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference import ReferenceOps
+from ..api import ExpertWeights
+from ..reference import ReferenceOps, gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,46 @@ class TorchOps(ReferenceOps):
         else:
             out = F.linear(x, packed.weight, packed.bias)
         return out if out_dtype is None else out.to(out_dtype)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """Each expert's two linears, packed."""
+
+        def packed(weight: Tensor, bias: Tensor | None) -> list[Any]:
+            biases = [None] * len(weight) if bias is None else bias.unbind()
+            pairs = zip(weight.unbind(), biases, strict=True)
+            # Clones: a packed weight may be a view, which keeps all experts' in memory.
+            return [self.pack_linear(w.clone(), b) for w, b in pairs]
+
+        return PackedExperts(
+            packed(weights.gate_up, weights.gate_up_bias),
+            packed(weights.down, weights.down_bias),
+            weights.activation,
+        )
+
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any) -> Tensor:
+        """Tokens sorted by expert; each expert that has any multiplies them at once."""
+        ids, order = topk_ids.flatten().sort(stable=True)
+        tokens = order // topk_ids.shape[1]
+        rows = x[tokens]
+        y = torch.empty_like(rows)
+        active, counts = ids.unique_consecutive(return_counts=True)
+        start = 0
+        for expert, count in zip(active.tolist(), counts.tolist(), strict=True):
+            part = slice(start, start + count)
+            inner = gated(self.linear(rows[part], packed.gate_up[expert]), packed.activation)
+            y[part] = self.linear(inner, packed.down[expert])
+            start += count
+        y = y.float().mul_(topk_weights.flatten()[order, None])
+        return torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, y).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """One packed linear an expert, and what lies between the two."""
+
+    gate_up: list[Any]
+    down: list[Any]
+    activation: str
 
 
 @cache

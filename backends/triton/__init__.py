@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("triton") is not None:
     import triton
 
-    from . import attention, fused, sampling, warm
+    from . import attention, fused, moe, sampling, warm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, LayerCache, Rope, SamplingRows
+    from ..api import (
+        AttentionSpec,
+        BatchMeta,
+        DeviceRuntime,
+        ExpertWeights,
+        LayerCache,
+        Rope,
+        RouterSpec,
+        SamplingRows,
+    )
 
 
 class TritonOps:
@@ -78,6 +87,20 @@ class TritonOps:
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         """See `fused.gelu_and_mul`."""
         return fused.gelu_and_mul(x)
+
+    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `moe.route`."""
+        return moe.route(logits, spec, bias)
+
+    def pack_experts(self, weights: ExpertWeights) -> moe.PackedExperts:
+        """See `moe.pack_experts`."""
+        return moe.pack_experts(weights)
+
+    def experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: moe.PackedExperts
+    ) -> Tensor:
+        """See `moe.experts`."""
+        return moe.experts(x, topk_ids, topk_weights, packed)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """See `sampling.sample`."""

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.backends.api import AttentionSpec, BatchMeta, LayerCache, Rope, SamplingRows
+from stoker.backends.api import (
+    AttentionSpec,
+    BatchMeta,
+    ExpertWeights,
+    LayerCache,
+    Rope,
+    SamplingRows,
+)
 from stoker.backends.reference import ReferenceOps
 
 ORACLE = ReferenceOps()
@@ -227,4 +234,30 @@ def sampling_rows(
         has_top_k=any(k < vocab for k in top_k),
         has_top_p=any(p < 1 for p in top_p),
         has_min_p=any(p > 0 for p in min_p),
+    )
+
+
+def moved(weights: ExpertWeights, device, dtype: torch.dtype) -> ExpertWeights:
+    """The same weights on a device, rounded."""
+    of = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    return replace(
+        weights, **{name: x.to(device, dtype) for name, x in of.items() if isinstance(x, Tensor)}
+    )
+
+
+def random_experts(
+    num_experts: int, hidden: int, inner: int, activation: str, has_bias: bool
+) -> ExpertWeights:
+    """Float64 weights that keep unit variance."""
+    gen = torch.Generator().manual_seed(num_experts)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=gen, dtype=torch.float64)
+
+    return ExpertWeights(
+        gate_up=randn(num_experts, 2 * inner, hidden) / hidden**0.5,
+        down=randn(num_experts, hidden, inner) / inner**0.5,
+        activation=activation,
+        gate_up_bias=randn(num_experts, 2 * inner) * 3 if has_bias else None,
+        down_bias=randn(num_experts, hidden) if has_bias else None,
     )

@@ -10,12 +10,15 @@ from cases import (
     attention_cases,
     build_attention,
     make_rope,
+    moved,
     oracle_inputs,
+    random_experts,
     sampling_rows,
     tree_cases,
 )
 from targets import targets
 
+from stoker.backends.api import RouterSpec
 from stoker.backends.reference import uniform
 
 pytestmark = pytest.mark.parametrize("target", targets())
@@ -328,3 +331,72 @@ def test_sample_survives_broken_logits_and_tells(target):
         alone = sampling_rows(params[3:4], 100, target.device)
         alone.seeds, alone.positions = rows.seeds[3:4], rows.positions[3:4]
         assert sample(logits[3:4].clone(), alone)[0].tolist() == together[3:4]
+
+
+ROUTERS = {
+    "softmax": (RouterSpec(8, renormalize=False), 128, False),
+    "mixtral": (RouterSpec(2), 8, False),
+    "one of six": (RouterSpec(1, renormalize=False, scale=2.0), 6, False),
+    "sigmoid": (RouterSpec(6, "sigmoid", scale=2.5), 72, True),
+    "groups": (RouterSpec(6, "softmax", 8, 3, renormalize=False, scale=16.0), 160, False),
+    "groups with bias": (RouterSpec(8, "sigmoid", 8, 4, scale=2.5), 256, True),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_route(target, kind):
+    route = target.require("route")
+    spec, num_experts, has_bias = ROUTERS[kind]
+    logits = randn(33, num_experts + 3, device=target.device)[:, :num_experts]
+    logits[1] = 0.0  # all equal: the lowest ids
+    logits[2, ::2] = logits[2, 1::2]
+    bias = randn(num_experts, seed=1, device=target.device) / 10 if has_bias else None
+    ids, weights = route(logits, spec, bias)
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    want_ids, want_weights = ORACLE.route(up(logits), spec, up(bias))
+    assert torch.equal(ids.cpu(), want_ids)
+    close(weights, want_weights, torch.float32, scale=spec.scale)
+
+
+def test_broken_logits_choose_experts_that_exist(target):
+    route = target.require("route")
+    for groups in ({}, {"num_groups": 4, "top_groups": 2}):
+        logits = randn(4, 16, device=target.device)
+        logits[0], logits[1, 3], logits[2], logits[3, 5] = math.nan, math.nan, -math.inf, math.inf
+        ids, _ = route(logits, RouterSpec(4, **groups), None)
+        assert ids.min() >= 0 and ids.max() < 16
+
+
+EXPERTS = {  # num_experts, top_k, hidden, inner, activation, has_bias
+    "like qwen3": (16, 4, 64, 48, "silu", False),
+    "like mixtral": (4, 2, 128, 32, "silu", False),
+    "like gpt-oss": (6, 3, 40, 24, "swiglu_clamped", True),
+    "gelu": (3, 1, 36, 20, "gelu_tanh", True),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts(target, kind, dtype):
+    pack, experts = target.require("pack_experts"), target.require("experts")
+    num_experts, top_k, hidden, inner, activation, has_bias = EXPERTS[kind]
+    weights = random_experts(num_experts, hidden, inner, activation, has_bias)
+    packed = pack(moved(weights, target.device, dtype))
+    known = moved(moved(weights, "cpu", dtype), "cpu", torch.float64)
+    for num_tokens in (1, 2, 5, 40, 150):
+        x = randn(num_tokens, hidden + 8, dtype=dtype, device=target.device)[:, :hidden]
+        # Uneven: the last expert gets none, and of 40 tokens all have the same first one.
+        scores = randn(num_tokens, num_experts, seed=num_tokens)
+        scores[:, -1] = -9.0
+        if num_tokens == 40:
+            scores[:, 0] = 9.0
+        values, ids = scores.softmax(-1).topk(top_k)
+        given = ids.int().to(target.device), values.to(target.device)
+        kept = x.clone()
+        got = experts(x, *given, packed)
+        assert torch.equal(x, kept)
+        want = ORACLE.experts(up(x), ids, values.double(), known)
+        close(got, want, dtype, scale=4)
+    empty = x[:0]
+    nothing = torch.zeros(0, top_k, dtype=torch.int32, device=target.device)
+    assert experts(empty, nothing, nothing.float(), packed).shape == (0, hidden)

@@ -12,6 +12,7 @@ from stoker.backends.api import (
     BatchMeta,
     LayerCache,
     Rope,
+    RouterSpec,
     SamplingRows,
     SharedPrefixes,
 )
@@ -24,10 +25,11 @@ if triton.knobs.runtime.interpret:
 
 from compile_only import TARGETS, CompileOnly
 
-from stoker.backends.triton import TritonOps, attention, fused, linear, sampling
+from stoker.backends.triton import TritonOps, attention, fused, linear, moe, sampling
 from stoker.backends.triton.flash import Tile
 
-HAS_DOT = {"_decode", "_extend", "_shared_prefix"}
+HAS_DOT = {"_decode", "_extend", "_shared_prefix", "_grouped"}
+GROUPS = RouterSpec(8, "sigmoid", 8, 4, scale=2.5)
 MAX_SPILL = 64  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile
 NATIVE_FP8 = {
     "sm_90": torch.float8_e4m3fn,
@@ -111,6 +113,24 @@ def launch_linear(num_rows, num_out, *, has_norm, gate="", num_in=4096):
     linear.linear(x, weight, None, out, tile, norm=norm, eps=1e-5, gate=gate, add=not has_norm)
 
 
+def launch_experts(
+    num_tokens, dtype=torch.bfloat16, activation="silu", has_bias=False, router=None
+):
+    """The shapes of Qwen3-30B-A3B."""
+    num_experts, top_k, hidden, inner = 128, 8, 2048, 768
+    logits = meta_tensor(num_tokens, num_experts, dtype=torch.float32)
+    bias = meta_tensor(num_experts, dtype=torch.float32) if has_bias else None
+    ids, scales = moe.route(logits, router or RouterSpec(top_k), bias)
+    packed = moe.PackedExperts(
+        meta_tensor(num_experts, 2 * inner, hidden, dtype=dtype),
+        meta_tensor(num_experts, hidden, inner, dtype=dtype),
+        meta_tensor(num_experts, 2 * inner, dtype=dtype) if has_bias else None,
+        meta_tensor(num_experts, hidden, dtype=dtype) if has_bias else None,
+        activation,
+    )
+    moe.experts(meta_tensor(num_tokens, hidden, dtype=dtype), ids, scales, packed)
+
+
 def launch_sampling(*, greedy: bool):
     column = meta_tensor(64, dtype=torch.float32)
     sampling.sample(
@@ -144,6 +164,9 @@ def test_kernels_compile(target):
         lambda: launch_linear(1, 28672, has_norm=True, gate="silu"),
         lambda: launch_linear(8, 28672, has_norm=True, gate="silu"),
         lambda: launch_linear(8, 130, has_norm=True, num_in=200),
+        lambda: launch_experts(1),
+        lambda: launch_experts(64),
+        lambda: launch_experts(4096),
     ]
     if target not in ("sm_100", "gfx950"):
         launches.append(lambda: launch_attention(llama, torch.bfloat16, tree=True))
@@ -152,12 +175,14 @@ def test_kernels_compile(target):
     else:
         launches.append(lambda: launch_attention(AttentionSpec(9, 3, 64, 0.125), torch.float32))
         launches.append(lambda: launch_sampling(greedy=True))
+        launches.append(lambda: launch_experts(64, torch.float32, "swiglu_clamped", True, GROUPS))
     with CompileOnly(target) as compiled, ThreadPoolExecutor(os.cpu_count()) as pool:
         for done in [pool.submit(launch) for launch in launches]:
             done.result()
     names = {kernel.name for kernel in compiled.kernels}
     assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_linear",
-                               "_sample"}  # fmt: skip
+                               "_sample", "_route", "_pair_gate_up", "_pair_down", "_count",
+                               "_place", "_sum_parts"}  # fmt: skip
     for kernel in compiled.kernels:
         assert kernel.num_threads <= 1024, kernel
         if kernel.name in HAS_DOT and not kernel.is_float32:

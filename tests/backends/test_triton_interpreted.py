@@ -18,13 +18,15 @@ HERE = Path(__file__).parent
 # cases one dtype is run.
 SELECTIONS = {
     "fused": ("test_contract.py", "not attend and not sample and not greedy and not write_qkv "
-              "and not linear"),
+              "and not linear and not experts and not route"),
     "write_qkv": ("test_contract.py", "write_qkv and (norms-bfloat16 or 64-False--float32)"),
     "attend": ("test_contract.py", "attend and bfloat16 and not long"),
     "attend_float32": ("test_contract.py", "attend and float32 and (everything or dim or tree)"),
     "sample": ("test_contract.py", "(sample or greedy) and not distribution"),
     "more": ("triton_cases.py", ""),
     "linear": ("triton_linear_cases.py", ""),
+    "moe": ("triton_moe_cases.py", ""),
+    "experts": ("test_contract.py", "(experts and not float16) or test_route or logits"),
 }  # fmt: skip
 
 
