@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
 import random
+import sys
 import time
 from array import array
 from collections import deque
@@ -48,6 +50,8 @@ log = logging.getLogger("stoker")
 
 POOL_THREADS = 4
 SHUTDOWN_WAIT_S = 30.0
+STUCK_WAIT_S = 1.0  # nothing is gained by waiting for a thread that is stuck
+MAX_MERGED = 64  # tokens of one Output
 SPIN_COUNT = "2000"  # about 30 us
 
 
@@ -63,6 +67,7 @@ class Output:
         num_cached: prompt tokens that came out of the prefix cache.
         num_output: output tokens of this choice so far, the stop token included.
         prompt_logprobs: once, where asked for; the first prompt token's entry is None.
+        queue_s: seconds that the request waited for its first step.
     """
 
     choice: int
@@ -74,11 +79,25 @@ class Output:
     num_cached: int
     num_output: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    queue_s: float = 0.0
+
+
+def merge(a: Output, b: Output) -> Output:
+    """Two outputs of one choice as one: nothing is lost when a reader is behind."""
+    logprobs = b.logprobs if a.logprobs is None else a.logprobs + (b.logprobs or ())
+    return replace(
+        b,
+        text=a.text + b.text,
+        token_ids=a.token_ids + b.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=a.prompt_logprobs or b.prompt_logprobs,
+    )
 
 
 class Stream:
     """The output of one request: an async iterator over Output, of all its choices as they come.
 
+    Outputs that nobody has taken yet are merged, so a loop that is behind does less for a token.
     Leaving the iteration early, or cancelling the task that iterates, aborts the request.
     """
 
@@ -155,19 +174,23 @@ class Stream:
             del self._detokenizers[choice]
             if not self._detokenizers:
                 self._engine._forget(self._request_id)
-        self._outputs.append(
-            Output(
-                choice,
-                text,
-                ids,
-                logprobs,
-                finish,
-                stop_reason,
-                fact.num_cached,
-                self._num_output[choice],
-                fact.prompt_logprobs,
-            )
+        output = Output(
+            choice,
+            text,
+            ids,
+            logprobs,
+            finish,
+            stop_reason,
+            fact.num_cached,
+            self._num_output[choice],
+            fact.prompt_logprobs,
+            fact.queue_s,
         )
+        outputs = self._outputs
+        if outputs and outputs[-1].choice == choice and len(outputs[-1].token_ids) < MAX_MERGED:
+            outputs[-1] = merge(outputs[-1], output)
+        else:
+            outputs.append(output)
         self._wake()
 
     def _fail(self, error: Exception) -> None:
@@ -212,6 +235,10 @@ class AsyncEngine:
         self.on_fatal: Callable[[BaseException], None] | None = None
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
+        # Choices and prompt tokens of the requests that were sent, and which `stats` does not know.
+        self._unseen: deque[tuple[int, int]] = deque()
+        self._unseen_choices = 0
+        self._num_seen = 0
         self._replies: dict[int, asyncio.Future[int]] = {}
         self._pool = ThreadPoolExecutor(
             min(POOL_THREADS, os.cpu_count() or 1), thread_name_prefix="stoker-pool"
@@ -222,6 +249,7 @@ class AsyncEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._random = random.Random()
+        self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -270,9 +298,9 @@ class AsyncEngine:
 
         self._thread = GPUThread(
             builder.load,
-            lambda facts, stats: loop.call_soon_threadsafe(self._deliver, facts, stats),
+            lambda facts, stats: self._call(self._deliver, facts, stats),
             on_ready,
-            lambda error: loop.call_soon_threadsafe(self._die, error),
+            lambda error: self._call(self._die, error),
             overlap=False if config.disable_overlap else None,
             check=check_each_step(config),
             open_log=builder.open_step_log,
@@ -293,6 +321,7 @@ class AsyncEngine:
         self.vocab_size = builder.vocab_size
         self.default_sampling = builder.default_sampling
         self.start_phases = builder.phases
+        self._watchdog = asyncio.create_task(self._watch())
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -351,13 +380,9 @@ class AsyncEngine:
         """
         self._check_open()
         if self._is_draining:
-            raise Overloaded("the server is shutting down", retry_after_s=5)
-        limit = self.config.max_queued_requests
-        if (
-            self.stats.num_waiting >= limit
-            or len(self._streams) >= limit + self.config.max_running_requests
-        ):
-            raise Overloaded(f"the queue is full ({limit} requests)")
+            raise Overloaded("the server is shutting down", retry_after_s=5, reason="draining")
+        if full := self.full_queue(len(prompt)):
+            raise Overloaded(f"the queue is full ({full})", reason="queue_full")
         params.validate(self.vocab_size)
         tokens = self._checked_prompt(prompt)
         room = self.max_model_len - len(tokens)
@@ -388,6 +413,8 @@ class AsyncEngine:
             priority=priority,
         )
         stream = self._streams[request_id] = Stream(self, request_id, tokens, params)
+        self._unseen.append((params.n, len(tokens)))
+        self._unseen_choices += params.n
         self._idle.clear()
         self._send(add)
         return stream
@@ -452,6 +479,23 @@ class AsyncEngine:
         """Requests that are waiting or running."""
         return len(self._streams)
 
+    def full_queue(self, num_tokens: int = 1) -> str | None:
+        """The limit that a prompt of so many tokens would pass in the queue, or None.
+
+        What was sent since the latest step counts too. A queue that is empty takes any prompt.
+        """
+        config, stats = self.config, self.stats
+        room = 0 if stats.num_waiting else config.max_running_requests - stats.num_running
+        limit = config.max_queued_requests
+        if stats.num_waiting + self._unseen_choices >= limit + room:
+            return f"{limit} requests"
+        if (most := config.max_queued_tokens) is not None:
+            unseen = itertools.islice(self._unseen, room, None)  # those before begin at once
+            queued = stats.num_waiting_tokens + sum(tokens for _, tokens in unseen)
+            if queued and queued + num_tokens > most:
+                return f"{most} tokens"
+        return None
+
     async def flush_cache(self) -> int:
         """Empty the prefix cache; returns how many tokens stay, because requests use them."""
         self._check_open()
@@ -477,17 +521,27 @@ class AsyncEngine:
             return
         self._is_closed = True
         self._is_draining = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         for request_id, stream in list(self._streams.items()):
             stream._fail(EngineError("the engine was closed"))
             self._send(Abort(request_id))
         self._send(Shutdown())
-        await asyncio.to_thread(self._thread.join, SHUTDOWN_WAIT_S)
+        wait_s = SHUTDOWN_WAIT_S if self._death is None else STUCK_WAIT_S
+        await asyncio.to_thread(self._thread.join, wait_s)
         self._pool.shutdown(wait=False)
 
     # -- called by streams and by the GPU thread's messages
 
     def _send(self, message: Message) -> None:
         self._thread.inbox.put(message)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop call something; the GPU thread uses this."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is gone, and nobody closed the engine
+            self._thread.inbox.put(Shutdown())
 
     def _abort(self, request_id: int, choice: int | None = None) -> None:
         self._send(Abort(request_id, choice))
@@ -501,25 +555,56 @@ class AsyncEngine:
 
     def _deliver(self, facts: list[Fact], stats: Stats) -> None:
         self.stats = stats
+        while self._num_seen < stats.received:
+            choices, _ = self._unseen.popleft()
+            self._unseen_choices -= choices
+            self._num_seen += 1
         streams = self._streams
         for fact in facts:
             if type(fact) is Tokens:
                 if (stream := streams.get(fact.request_id)) is not None:
-                    stream._take(fact)
+                    try:
+                        stream._take(fact)
+                    except Exception:  # the other streams' tokens must not be lost
+                        log.exception("the output of request %d failed", fact.request_id)
+                        self._abort(fact.request_id)
+                        stream._fail(EngineError("the request's output could not be decoded"))
             elif type(fact) is Refused:
                 if (stream := streams.get(fact.request_id)) is not None:
                     self._send(Abort(fact.request_id))  # its other choices
                     stream._fail(fact.error)
             elif type(fact) is Flushed:
-                self._replies.pop(fact.reply_id).set_result(fact.num_kept)
+                reply = self._replies.pop(fact.reply_id)
+                if not reply.done():  # whoever asked may have left
+                    reply.set_result(fact.num_kept)
 
     def _die(self, error: BaseException) -> None:
-        log.critical("the GPU thread died", exc_info=error)
+        if self._death is not None:
+            return
+        log.critical("the engine is lost: %s", error or type(error).__name__, exc_info=error)
         self._death = error
         for stream in list(self._streams.values()):
             stream._fail(EngineError("the engine failed while it worked on this request"))
         for reply in self._replies.values():
-            reply.set_exception(EngineError("the engine has stopped"))
+            if not reply.done():
+                reply.set_exception(EngineError("the engine has stopped"))
         self._replies.clear()
         if self.on_fatal is not None:
             self.on_fatal(error)
+
+    async def _watch(self) -> None:
+        """Give the engine up when its GPU thread gets nowhere for long, and show where all stand.
+
+        Time counts only as far as this loop runs, so that a paused process is not taken for stuck.
+        """
+        limit = self.config.watchdog_s
+        interval = min(1.0, limit / 4)
+        stuck_s, last = 0.0, self._thread.heartbeat_s
+        while stuck_s < limit:
+            await asyncio.sleep(interval)
+            heartbeat = self._thread.heartbeat_s
+            stuck_s = stuck_s + interval if heartbeat == last else 0.0
+            last = heartbeat
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__)
+        self._die(EngineError(f"the GPU thread has been stuck for {limit:g} s"))

@@ -5,10 +5,14 @@
 With a device that works on its own, step n is planned and launched while step n-1 runs. Without
 one, or with --disable-overlap, a step is committed before the next is planned.
 
+A step for which the device has no memory is undone and planned again, smaller. Any other error
+ends the thread, and with it the engine.
+
 Runs on: gpu.
 """
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -16,12 +20,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .api.messages import Fact, Message, Shutdown, Stats
+from .core.plan import StepPlan
 from .core.scheduler import Scheduler
 from .runtime.runner import InFlight, ModelRunner
 from .step_log import StepLog
 
+log = logging.getLogger("stoker")
+
 IDLE_WAIT_S = 0.5  # an idle thread looks up this often, so that its heartbeat stays fresh
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 Post = Callable[[list[Fact], Stats], object]
 
@@ -35,6 +45,9 @@ class GPUThread(threading.Thread):
         on_ready: called once with None, or with the error that load raised.
         on_death: called with the error that ended the loop, if any.
         open_log: opens the log of steps, where one is wanted; called on this thread.
+
+    Attributes:
+        heartbeat_s: when it last began a step or looked at its inbox, by the monotonic clock.
     """
 
     def __init__(
@@ -79,7 +92,8 @@ class GPUThread(threading.Thread):
                 self._log.close()
 
     def _loop(self, scheduler: Scheduler, runner: ModelRunner) -> None:
-        overlap = runner.runtime.is_async if self._overlap is None else self._overlap
+        is_async = runner.runtime.is_async
+        overlap = is_async if self._overlap is None else self._overlap
         in_flight: InFlight | None = None
         spent = _Spent()
         while True:
@@ -91,11 +105,9 @@ class GPUThread(threading.Thread):
                 return
             spent.start()
             plan = scheduler.plan(time.monotonic())
-            if plan is not None and self._log is not None:
-                self._log.planned(plan)
             spent.count("plan_s")
-            launched = runner.launch(plan) if plan is not None else None
-            spent.count("launch_s")
+            launched = self._launch(scheduler, runner, plan) if plan is not None else None
+            spent.count("launch_s" if is_async else "wait_s")
             if not overlap:
                 in_flight, launched = launched, None
             result = None
@@ -115,6 +127,33 @@ class GPUThread(threading.Thread):
             if result is not None and self._log is not None:
                 self._log.done(result.seconds, spent.own_s)
 
+    def _launch(self, scheduler: Scheduler, runner: ModelRunner, plan: StepPlan) -> InFlight | None:
+        """Launch a plan. Where the device has no memory for it, undo it: None."""
+        try:
+            launched = runner.launch(plan)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        else:
+            if self._log is not None:
+                self._log.planned(plan)
+            return launched
+        # Only here is the error gone, and with its traceback the tensors of the step.
+        if runner.runtime.is_async:
+            torch.accelerator.empty_cache()
+        free_bytes, _ = runner.runtime.memory()
+        scheduler.undo(free_bytes)
+        log.warning(
+            "no device memory for a step of %d tokens in %d rows, %d MiB are free; the next are "
+            "smaller: %s",
+            plan.num_tokens,
+            plan.num_rows,
+            free_bytes >> 20,
+            reason,
+        )
+        return None
+
     def _receive(self, scheduler: Scheduler, *, wait: bool) -> int | None:
         """Hand all waiting messages to the scheduler; how many they were, None after Shutdown."""
         for count in itertools.count():
@@ -129,6 +168,13 @@ class GPUThread(threading.Thread):
         return None
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Libraries that allocate for themselves, and the CPU's allocator, have no type for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(text in str(error) for text in OUT_OF_MEMORY)
+
+
 class _Spent:
     """Adds up where the thread's time goes, in the fields of Stats."""
 
@@ -139,7 +185,7 @@ class _Spent:
 
     @property
     def own_s(self) -> float:
-        """The thread's own work so far; a device that does not work beside it is in it."""
+        """The thread's own work so far."""
         return self.seconds["plan_s"] + self.seconds["launch_s"] + self.seconds["commit_s"]
 
     def start(self) -> None:

@@ -35,7 +35,7 @@ class StepLog:
     Args:
         path: the file; an older one is replaced. Raises StartError where it cannot be written.
         engine: the first line: what a simulation must know of this engine.
-        is_async: whether the device works beside the GPU thread, whose time holds no step then.
+        is_async: whether the device works beside the GPU thread, for the first line.
     """
 
     def __init__(self, path: Path, engine: dict[str, Any], *, is_async: bool):
@@ -43,13 +43,12 @@ class StepLog:
             self._file = path.open("w")
         except OSError as error:
             raise StartError(f"--step-log {path}: {error.strerror}") from None
-        self._is_async = is_async
         self._planned: deque[StepShape] = deque()
         self._own_s = 0.0
         self._write({"steps_format": FORMAT, "is_async": is_async, **engine})
 
     def planned(self, plan: StepPlan) -> None:
-        """A step is about to be launched."""
+        """A step was launched."""
         self._planned.append(StepShape.of(plan))
 
     def done(self, device_s: float, own_s: float) -> None:
@@ -58,10 +57,9 @@ class StepLog:
         Args:
             own_s: what the GPU thread has spent on plans, launches and commits so far.
         """
-        host_s = own_s - self._own_s - (0.0 if self._is_async else device_s)
-        self._own_s = own_s
+        host_s, self._own_s = own_s - self._own_s, own_s
         shape = self._planned.popleft()
-        times = {"device_s": round(device_s, 7), "host_s": round(max(host_s, 0.0), 7)}
+        times = {"device_s": round(device_s, 7), "host_s": round(host_s, 7)}
         self._write(asdict(shape) | times)
 
     def close(self) -> None:

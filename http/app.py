@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ..engine.api.errors import StokerError
+from ..engine.api.errors import EngineError, StokerError
 from . import native_api, openai_api
 from .access import Access, Handler, allowed_origin, preflight
+from .cli import EXIT_ENGINE_DEAD
 from .connection import PRODUCT, make_runner, tls
 from .errors import error_response, stoker_response
 from .logs import REQUEST_ID
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_ENGINE_DEAD = 70
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 ROUTES = (
@@ -72,6 +72,8 @@ def make_app(engine: "AsyncEngine", config: ServerConfig) -> web.Application:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        if server.tracer is not None:
+            await asyncio.to_thread(server.tracer.close)
 
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(ticking)
@@ -81,10 +83,10 @@ def make_app(engine: "AsyncEngine", config: ServerConfig) -> web.Application:
 async def serve(
     engine: "AsyncEngine", config: ServerConfig, sock: socket.socket, announce: Callable[[], None]
 ) -> int:
-    """Serve until a signal or the engine's death. Returns the process's exit code.
+    """Serve until a signal or the engine's death. Returns the process's exit code, 0 or 70.
 
     The first SIGTERM or SIGINT drains: new work gets 503, running work has `drain_timeout`
-    seconds. The second ends what still runs.
+    seconds. The second ends what still runs. When the engine dies, running work gets 500.
     """
     app = make_app(engine, config)
     server = app[SERVER]
@@ -100,11 +102,12 @@ async def serve(
             stop.set()
 
     def on_fatal(error: BaseException) -> None:
-        log.critical("the engine died", exc_info=error)
         server.fatal = error
         stop.set()
 
     engine.on_fatal = on_fatal
+    if not engine.is_healthy:
+        on_fatal(EngineError("the engine died before it served"))
     runner = make_runner(app)
     await runner.setup()
     await web.SockSite(runner, sock, backlog=2048, ssl_context=tls(config)).start()

@@ -1,6 +1,7 @@
 """The `stoker` command: serve, chat, generate, bench, backends, version.
 
-Nothing heavy is imported before a command needs it. Errors are one line on stderr, exit code 2.
+Nothing heavy is imported before a command needs it. Errors are one line on stderr; the exit code is
+2 where the command is wrong, 70 where the engine failed.
 
 Runs on: loop.
 """
@@ -8,6 +9,8 @@ Runs on: loop.
 import argparse
 import asyncio
 import logging
+import os
+import signal
 import socket
 import sys
 import threading
@@ -16,7 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..engine.api.config import EngineConfig
-from ..engine.api.errors import StokerError
+from ..engine.api.errors import EngineError, StokerError
 from .logs import set_up_logging
 from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("stoker")
 
 EXIT_USAGE = 2
+EXIT_ENGINE_DEAD = 70  # sysexits.h calls it EX_SOFTWARE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments) or 0
+    except EngineError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        return EXIT_ENGINE_DEAD
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -101,10 +108,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     sock = listen(config)
 
     async def run() -> int:
+        # Nothing runs yet that must end well; and without a handler a container's first process
+        # ignores the signal.
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
         engine = await start_engine(config)
         return await serve(engine, config, sock, lambda: _announce(engine, config, sock))
 
-    return _run(run())
+    code = _run(run())
+    if code:  # after the engine's death the interpreter's own end may crash, or wait for a device
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def _chat(arguments: argparse.Namespace) -> None:

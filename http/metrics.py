@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..engine import Output
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-REJECTIONS = ("queue_full", "draining", "engine_dead")
+REJECTIONS = ("queue_full", "queue_timeout", "draining", "aborted", "engine_dead")
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5, 1, 5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -59,9 +59,12 @@ class Metrics:
         self.model_name = model_name
         self.stats = stats
         self.ttft = Histogram(SECONDS)
+        self.queue = Histogram(SECONDS)
+        self.tpot = Histogram(TOKEN_SECONDS)
         self.itl = Histogram(TOKEN_SECONDS)
         self.e2e = Histogram(SECONDS)
         self.prepare = Histogram(SECONDS)
+        self.grammar = Histogram(SECONDS)
         self.prompt_tokens = Histogram(TOKENS)
         self.output_tokens = Histogram(TOKENS)
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
@@ -103,6 +106,11 @@ class Metrics:
             ("kv_pages_free", "pages that nothing uses", s.num_free_pages),
             ("kv_pages_cached", "pages that only the prefix cache holds", s.num_cached_pages),
             ("step_tokens", "tokens of the latest step", s.batch_tokens),
+            (
+                "prefix_hit_rate",
+                "share of all prompt tokens that came out of the prefix cache",
+                s.cached_tokens / s.prompt_tokens if s.prompt_tokens else 0.0,
+            ),
         ):
             yield GaugeMetricFamily("stoker_" + name, text, value)
         phases = CounterMetricFamily(
@@ -144,9 +152,12 @@ class Metrics:
     def _histograms(self) -> Iterable[tuple[str, str, Histogram]]:
         return (
             ("ttft_seconds", "from the request's arrival to its first token", self.ttft),
+            ("queue_seconds", "from the prompt's submission to its first step", self.queue),
+            ("tpot_seconds", "a choice's mean time a token, its first one apart", self.tpot),
             ("itl_seconds", "between tokens of one choice", self.itl),
             ("e2e_seconds", "from the request's arrival to its end", self.e2e),
             ("prepare_seconds", "validation, chat template and tokenization", self.prepare),
+            ("grammar_seconds", "waiting for a grammar to be compiled", self.grammar),
             ("request_prompt_tokens", "prompt tokens a request", self.prompt_tokens),
             ("request_output_tokens", "output tokens a choice", self.output_tokens),
         )
@@ -168,6 +179,8 @@ class Metrics:
         }
         histograms = {
             "time_to_first_token_seconds": self.ttft,
+            "request_queue_time_seconds": self.queue,
+            "request_time_per_output_token_seconds": self.tpot,
             "inter_token_latency_seconds": self.itl,
             "e2e_request_latency_seconds": self.e2e,
             "request_prompt_tokens": self.prompt_tokens,
@@ -196,14 +209,27 @@ class Metrics:
 
 
 class Meter:
-    """Watches the outputs of one prompt: latencies, and how each choice ended."""
+    """Watches the outputs of one prompt: latencies, and how each choice ended.
 
-    __slots__ = ("arrival_s", "last_s", "metrics", "unfinished")
+    Attributes:
+        submit_s, queue_s: when the prompt went to the engine, and how long it waited there.
+        first_s, last_s: when each choice's first and latest tokens came, 0 before.
+        num_output: output tokens of its choices that have ended.
+    """
+
+    __slots__ = (
+        *("arrival_s", "submit_s", "queue_s", "first_s", "last_s"),
+        *("metrics", "num_output", "unfinished"),
+    )
 
     def __init__(self, metrics: Metrics, arrival_s: float, num_choices: int):
         self.metrics = metrics
         self.arrival_s = arrival_s
+        self.submit_s = time.perf_counter()
+        self.queue_s = 0.0
+        self.first_s = [0.0] * num_choices
         self.last_s = [0.0] * num_choices
+        self.num_output = 0
         self.unfinished = num_choices
 
     def __call__(self, output: "Output") -> None:
@@ -213,13 +239,20 @@ class Meter:
         self.last_s[output.choice] = now
         count = len(output.token_ids)
         if not last:
+            self.first_s[output.choice] = now
+            self.queue_s = output.queue_s
+            self.metrics.queue.observe(output.queue_s)
             self.metrics.ttft.observe(now - self.arrival_s)
         elif count:
             self.metrics.itl.observe((now - last) / count, count)
         if output.finish_reason:
             self.unfinished -= 1
+            self.num_output += output.num_output
             self.metrics.finished[output.finish_reason] += 1
             self.metrics.e2e.observe(now - self.arrival_s)
+            if output.num_output > 1:
+                spent_s = now - self.first_s[output.choice]
+                self.metrics.tpot.observe(spent_s / (output.num_output - 1))
             self.metrics.output_tokens.observe(output.num_output)
 
     def close(self, reason: str) -> None:

@@ -322,10 +322,14 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: whether the process can still serve; touches no device."""
-    if request.app[SERVER].is_alive():
-        return json_response({"status": "ok"})
-    return error_response("the engine has stopped", 503, code="engine_error")
+    """GET /health: whether the GPU thread still makes progress; touches no device."""
+    server = request.app[SERVER]
+    age_s = server.engine.heartbeat_age_s
+    if server.is_alive():
+        return json_response({"status": "ok", "heartbeat_age_s": round(age_s, 3)})
+    is_stuck = server.fatal is None and server.engine.is_healthy
+    message = f"no progress for {age_s:.0f} s" if is_stuck else "the engine has stopped"
+    return error_response(message, 503, code="engine_error")
 
 
 async def ready(request: web.Request) -> web.Response:

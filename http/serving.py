@@ -22,6 +22,7 @@ from ..engine.api.sampling_params import SamplingParams
 from .limits import check_raw, check_sizes
 from .metrics import Meter, Metrics
 from .settings import ServerConfig
+from .tracing import Tracer
 
 if TYPE_CHECKING:
     from ..engine import AsyncEngine, Output, Stream
@@ -133,6 +134,9 @@ class Server:
         self.config = config
         self.model_names = config.served_model_name or (engine.model_name,)
         self.metrics = Metrics(self.model_names[0], lambda: engine.stats)
+        self.tracer: Tracer | None = None
+        if config.otlp_traces_endpoint:
+            self.tracer = Tracer(config.otlp_traces_endpoint, self.model_names[0])
         self.works: set[Work] = set()
         self.event_streams: set[EventStream] = set()
         self.created = int(time.time())
@@ -147,13 +151,7 @@ class Server:
             return "engine_dead"
         if self.is_draining:
             return "draining"
-        stats, config = self.engine.stats, self.config
-        room = config.max_running_requests + config.max_queued_requests
-        is_full = self.engine.num_streams >= room or stats.num_waiting >= config.max_queued_requests
-        limit = config.max_queued_tokens
-        if is_full or (limit and stats.num_waiting_tokens >= limit):
-            return "queue_full"
-        return None
+        return "queue_full" if self.engine.full_queue() else None
 
     def is_alive(self) -> bool:
         """Whether the engine's thread still beats."""
@@ -222,12 +220,17 @@ class Server:
                 self.metrics.disconnects += 1
                 raise
             raise cause from None
-        except BaseException:
+        except BaseException as error:
             outcome = "error"
+            if isinstance(error, Overloaded):
+                self.note_overload(error)
             raise
         finally:
             if timer:
                 timer.cancel()
+            if self.tracer is not None:
+                is_whole = work.meters and not any(meter.unfinished for meter in work.meters)
+                self.tracer.record(request, work, "ok" if is_whole else outcome)
             for stream, meter in zip(work.streams, work.meters, strict=True):
                 if meter.unfinished:
                     stream.abort()
@@ -253,20 +256,23 @@ class Server:
         reason = self.unready()
         if reason is None:
             return
-        if reason == "queue_full":
-            raise self._queue_is_full()
-        self.metrics.rejected[reason] += 1
+        if reason == "engine_dead":
+            self.metrics.rejected[reason] += 1
+            raise EngineError("the engine has stopped")
         if reason == "draining":
-            raise Overloaded("the server is shutting down", retry_after_s=5)
-        raise EngineError("the engine has stopped")
+            error = Overloaded("the server is shutting down", retry_after_s=5, reason=reason)
+        else:
+            error = Overloaded("too many requests are waiting", reason=reason)
+        self.note_overload(error)
+        raise error
 
-    def _queue_is_full(self) -> Overloaded:
-        """Come back when the queue may be gone, by the rate at which choices finish."""
-        self.metrics.rejected["queue_full"] += 1
-        queued = self.engine.num_streams - self.config.max_running_requests
+    def note_overload(self, error: Overloaded) -> None:
+        """Count a refusal, and say when the queue may be gone, by the rate at which choices end."""
+        self.metrics.rejected[error.reason] += 1
         rate = self.metrics.finish_rate
-        wait_s = min(max(queued / rate, 1.0), 60.0) if rate > 0 else 1.0
-        return Overloaded("too many requests are waiting", retry_after_s=wait_s)
+        if error.reason in ("queue_full", "queue_timeout") and rate > 0:
+            queued = self.engine.num_streams - self.config.max_running_requests
+            error.retry_after_s = min(max(queued / rate, 1.0), 60.0)
 
     def submit(
         self,
@@ -295,10 +301,7 @@ class Server:
         for prompt in prompts:
             if self.config.log_prompts:
                 log.info("prompt %r with %s", self.engine.tokenizer.decode(prompt, False), params)
-            try:
-                stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
-            except Overloaded:
-                raise self._queue_is_full() from None
+            stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
             work.streams.append(stream)
             work.meters.append(Meter(self.metrics, work.caller.arrival_s, params.n))
             self.metrics.prompt_tokens.observe(len(prompt))
@@ -320,7 +323,7 @@ class Server:
     def end_all(self) -> None:
         """End every work because the server goes down."""
         for work in self.works:
-            work.end(Overloaded("the server is shutting down", retry_after_s=5))
+            work.end(Overloaded("the server is shutting down", retry_after_s=5, reason="draining"))
 
     async def finish(self, timeout_s: float) -> None:
         """Wait for the running works; those that take too long are ended."""
@@ -384,7 +387,7 @@ async def _share_prompt_logprobs(stream: "Stream") -> "AsyncIterator[Output]":
 def check_end(output: "Output") -> None:
     """Raise where the engine gave the request up: an answer cut short is not an answer."""
     if output.finish_reason == "abort":
-        raise Overloaded("the server aborted the request", retry_after_s=1)
+        raise Overloaded("the server aborted the request", reason="aborted")
 
 
 def new_id(prefix: str) -> str:

@@ -79,9 +79,6 @@ class ServerConfig(EngineConfig, BaseSettings):
     isolate_cache_per_key: bool = option(
         False, "clients with different API keys share no cached prefixes", "access"
     )
-    max_queued_tokens: int | None = option(
-        None, "prompt tokens that may wait; more get 503", "limits", ge=1
-    )
     request_timeout_s: float | None = option(
         None, "longest time a request may take; none by default", "limits", gt=0
     )
@@ -102,6 +99,9 @@ class ServerConfig(EngineConfig, BaseSettings):
     )
     log_format: Literal["text", "json"] = option("text", "one line or one JSON object each", "log")
     access_log: bool = option(False, "log a line for each HTTP request", "log")
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector, as http://127.0.0.1:4318, that gets a span a request", "log"
+    )
     log_prompts: bool = option(False, "log every prompt, and how it is sampled", "log")
 
     @field_validator("served_model_name", "cors_origin", "api_key", mode="before")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import orjson
 from aiohttp import HttpVersion11, web
 
-from ..engine.api.errors import EngineError, StokerError
+from ..engine.api.errors import EngineError, Overloaded, StokerError
 from .errors import stoker_object
 from .metrics import Meter
 from .serving import Server, Work, check_end
@@ -143,6 +143,8 @@ class EventStream:
             return True  # the client is gone, nobody is left to tell
         if not isinstance(cause, Exception):
             return False
+        if isinstance(cause, Overloaded) and cause is error:
+            self.server.note_overload(cause)
         if not isinstance(cause, StokerError):
             log.error("a stream failed", exc_info=cause)
             cause = EngineError("internal error")

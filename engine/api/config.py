@@ -52,7 +52,20 @@ class EngineConfig(BaseModel):
         256, "most requests that are computed at once", "scheduling", ge=1, le=8192
     )
     max_queued_requests: int = option(
-        4096, "requests that may wait; more are answered 503", "scheduling", ge=1
+        4096, "requests that may wait; more are answered 503", "limits", ge=1
+    )
+    max_queued_tokens: int | None = option(
+        None, "prompt tokens that may wait; more are answered 503", "limits", ge=1
+    )
+    queue_timeout: float | None = option(
+        None, "seconds that a request may wait for its first turn; then 503", "limits", gt=0
+    )
+    watchdog_s: float = option(
+        300.0,
+        "a GPU thread that gets nowhere for so long ends the process (code 70), after a dump of "
+        "all threads' stacks",
+        "limits",
+        ge=1,
     )
     page_size: int | None = option(
         None, "tokens a KV page; the backend's best by default", "memory", ge=1, le=256

@@ -40,12 +40,17 @@ class RequestError(StokerError):
 
 
 class Overloaded(StokerError):
-    """No room now; the client may come back after `retry_after_s` seconds."""
+    """No room now; the client may come back after `retry_after_s` seconds.
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0):
+    Args:
+        reason: "queue_full", "queue_timeout", "draining", or "aborted".
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, reason: str = "queue_full"):
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class EngineError(StokerError):

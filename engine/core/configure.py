@@ -48,4 +48,5 @@ def make_scheduler(
         backlog_stretch=BACKLOG_STRETCH if config.max_step_ms is None else 1.0,
         prefill_decode_interval=config.prefill_decode_interval,
         cost=cost,
+        queue_timeout_s=config.queue_timeout,
     )

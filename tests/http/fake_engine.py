@@ -86,6 +86,7 @@ class FakeGPU:
     def put(self, message: Message) -> None:
         if isinstance(message, Add):
             self.adds.append(message)
+            self.stats = replace(self.stats, received=self.stats.received + 1)
             if self.engine.refusal is not None:
                 fact = Refused(message.request_id, self.engine.refusal)
                 asyncio.get_running_loop().call_soon(self.engine._deliver, [fact], self.stats)
@@ -191,6 +192,7 @@ class FakeGPU:
             token if is_stop else None,
             job.num_cached,
             prompt_logprobs,
+            self.engine.queue_s,
         )
 
     def _logprob(self, token: int, k: int) -> TokenLogprob:
@@ -207,6 +209,7 @@ class FakeEngine(AsyncEngine):
 
     Attributes:
         step_s: time of a step.
+        queue_s: what it says of each request's time in the queue.
         paused: cleared, no step is made.
         refusal: where set, every new request fails with it.
     """
@@ -221,6 +224,7 @@ class FakeEngine(AsyncEngine):
         self.default_sampling = {}
         self.start_phases = {"load": 0.0}
         self.step_s = 0.0
+        self.queue_s = 0.0
         self.paused = asyncio.Event()
         self.paused.set()
         self.refusal: Exception | None = None

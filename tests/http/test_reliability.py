@@ -171,7 +171,7 @@ async def test_a_batch_that_does_not_fit_the_queue_starts_nothing():
 
 
 async def test_queued_token_limit():
-    async with Served(max_running_requests=1, max_queued_tokens=10) as s:
+    async with Served(max_running_requests=1, max_queued_tokens=16) as s:
         s.engine.paused.clear()
         jobs = [asyncio.create_task(s.post(TEXT, text([1] * 8, max_tokens=1))) for _ in range(3)]
         await started(s, 3)
