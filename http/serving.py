@@ -299,9 +299,9 @@ class Server:
             namespace = ("key", work.caller.key_digest, *namespace)
         work.params = params
         for prompt in prompts:
+            stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
             if self.config.log_prompts:
                 log.info("prompt %r with %s", self.engine.tokenizer.decode(prompt, False), params)
-            stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
             work.streams.append(stream)
             work.meters.append(Meter(self.metrics, work.caller.arrival_s, params.n))
             self.metrics.prompt_tokens.observe(len(prompt))
