@@ -30,6 +30,7 @@ class Add:
         namespace: requests share cached prefixes only inside one namespace (adapter, salt, ...).
         priority: larger goes first.
         client: who asks (API key or user), for fairness between clients.
+        pin: its prompt stays in the prefix cache longer than all that is pinned lower.
         grammar: compiled, immutable; None for free text. Opaque to the scheduler.
     """
 
@@ -43,6 +44,7 @@ class Add:
     namespace: tuple[str, ...] = ()
     priority: int = 0
     client: str = ""
+    pin: int = 0
     grammar: Any = None
 
 
@@ -151,6 +153,9 @@ class Stats:
     """The engine's figures after a step. Gauges first; counters run up since the start.
 
     Attributes:
+        num_cached_pages: in the prefix cache; of them num_locked_pages are in use, so that they
+            cannot be evicted. num_tree_nodes: its size.
+        preemptions: retractions in favour of a request of higher priority.
         batch_tokens: tokens of the last step.
         received: requests (Add) that the scheduler has taken in.
         undone_steps: steps for which the device had no memory, planned anew and smaller.
@@ -167,6 +172,8 @@ class Stats:
     num_pages: int = 0
     num_free_pages: int = 0
     num_cached_pages: int = 0
+    num_locked_pages: int = 0
+    num_tree_nodes: int = 0
     batch_tokens: int = 0
     received: int = 0
     steps: int = 0
@@ -175,6 +182,7 @@ class Stats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
+    preemptions: int = 0
     evicted_pages: int = 0
     plan_s: float = 0.0
     launch_s: float = 0.0

@@ -59,7 +59,7 @@ class Node:
         self.key = key
         self.parent = parent
         self.children: dict[bytes, Node] = {}
-        self.start = 0 if parent is None else parent.start + len(parent.tokens)
+        self.start: int = 0 if parent is None else parent.start + len(parent.tokens)
         self.lock_count = 0
         self.last_access_s = self.created_s = 0.0
         self.hit_count = 0

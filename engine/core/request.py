@@ -23,7 +23,7 @@ class Request:
     """A choice of an `Add`.
 
     Attributes:
-        tokens: prompt and known output, array('i').
+        tokens: prompt and known output, array('i'). prompt: int32 [prompt_len].
         max_tokens: of the Add, clamped to what the context and the pool can hold.
         limit: prompt_len + max_tokens, where it ends at the latest.
         seed: this choice's own, signed 64 bits.
@@ -31,6 +31,9 @@ class Request:
         node: the end of its prefix in the tree, locked while it runs.
         num_shared: tokens at its beginning whose pages belong to the tree; it owns the rest.
         num_cached: prompt tokens found in the cache at the first admission; -1 before it.
+        place: where it stands in the queue (waiting.py).
+        num_prefilled_before: prompt tokens that the scheduler had computed when it came.
+        num_charged: of its tokens, how many its client was charged for, or had for nothing.
         queue_s: seconds that it waited for its first admission.
         is_published: whether its prompt was put into the tree since its last admission.
         is_resumed: whether it was retracted before.
@@ -56,9 +59,13 @@ class Request:
         "max_tokens",
         "node",
         "num_cached",
+        "num_charged",
+        "num_prefilled_before",
         "num_shared",
         "page_keys",
+        "place",
         "prefetch",
+        "prompt",
         "prompt_len",
         "prompt_logprobs",
         "queue_s",
@@ -75,6 +82,7 @@ class Request:
         self.request_id = add.request_id
         self.choice = choice
         self.tokens: array = array("i", add.prompt)
+        self.prompt = np.frombuffer(add.prompt, np.int32)
         self.prompt_len = len(add.prompt)
         self.max_tokens = max_tokens
         self.limit = self.prompt_len + max_tokens
@@ -84,6 +92,9 @@ class Request:
         self.node: Node | None = None
         self.num_shared = 0
         self.num_cached = -1
+        self.place: tuple[int, bool, int, int] = (0, False, 0, 0)
+        self.num_prefilled_before = 0
+        self.num_charged = 0
         self.queue_s = 0.0
         self.is_constrained = add.grammar is not None
         self.is_published = False

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -43,14 +44,17 @@ from ..api.messages import (
     TierStats,
     Tokens,
 )
-from .budget import StepBudget, StepCost
+from .budget import MIN_CHUNK, StepBudget, StepCost
 from .check import check_ledger
+from .eviction import POLICIES as EVICTION_POLICIES
+from .eviction import EvictionPolicy
+from .fairness import FairShares
 from .launch import LaunchedStep, NewPages, launch
 from .logprobs import logprobs_of_row, prompt_logprobs_of_row, take_prompt_logprobs
 from .page_keys import extend
 from .pages import PagePool
 from .plan import StepPlan, StepResult
-from .policy import Policy, fcfs
+from .policy import MAX_SORTED, POLICIES, Policy, QueueView
 from .radix import Node, RadixTree
 from .request import Request
 from .reserve import Reserve
@@ -76,7 +80,12 @@ class Scheduler:
         max_model_len: longest prompt plus output, in tokens.
         use_radix: whether prefixes are cached.
         conservativeness: above 1 admits fewer requests, so that fewer are retracted.
-        policy: the order in which waiting requests are tried.
+        policy: the order in which waiting requests of equal priority are tried.
+        eviction: which cached prefix is forgotten first.
+        preemption_gap: a waiting request may take the place of running ones whose priority is at
+            least so much lower; None for never.
+        shares: for fairness between clients, which then goes before the policy.
+        seed: of the policy that draws.
         max_step_s: while streams run, chunks are cut so that a step takes no longer than this.
         backlog_stretch: how many times max_step_s a step may take when many requests wait: then
             they lose more by short chunks than the running streams gain.
@@ -96,7 +105,11 @@ class Scheduler:
         max_model_len: int,
         use_radix: bool = True,
         conservativeness: float = 1.0,
-        policy: Policy = fcfs,
+        policy: Policy = POLICIES["fcfs"],
+        eviction: EvictionPolicy = EVICTION_POLICIES["lru"],
+        preemption_gap: int | None = None,
+        shares: FairShares | None = None,
+        seed: int = 0,
         max_step_s: float | None = None,
         backlog_stretch: float = 1.0,
         prefill_decode_interval: int = 0,
@@ -110,7 +123,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.use_radix = use_radix
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size)
+        self.tree = RadixTree(page_size, eviction)
         self.tiers = tiers
         self._load_room = 0  # pages that may still be loaded in this step
         self.max_step_s = max_step_s
@@ -118,8 +131,10 @@ class Scheduler:
         self.prefill_decode_interval = prefill_decode_interval
         self.cost = cost or StepCost()
         self.slots = Slots(max_running, -(-max_model_len // page_size), page_size)
-        self.waiting = WaitingQueue(queue_timeout_s)
-        self._policy = policy
+        self.waiting = WaitingQueue(policy, queue_timeout_s, shares)
+        self._preemption_gap = preemption_gap
+        self._shares = shares
+        self._seed = seed
         self._reserve = Reserve(conservativeness)
         self._shared = SharedPrefixes()
         self._now = 0.0
@@ -140,6 +155,8 @@ class Scheduler:
         self._last_chunk_step = -(2**31)
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._num_prefilled = 0
+        self._preemptions = 0
         self._generated_tokens = 0
         self._retractions = 0
         self._batch_tokens = 0
@@ -200,6 +217,10 @@ class Scheduler:
         max_tokens = min(add.max_tokens, room)
         first, *rest = (Request(add, choice, max_tokens) for choice in range(add.params.n))
         self._requests[add.request_id] = [first, *rest]
+        for request in (first, *rest):
+            request.num_prefilled_before = self._num_prefilled
+            if self._shares is not None:
+                self._shares.arrive(add.client)
         if self.tiers is not None and first.prompt_logprobs is None:
             keys = self._page_keys(first)[: (prompt_len - 1) // self.page_size]
             first.prefetch = self.tiers.prefetch(keys, add.arrival_s)
@@ -230,6 +251,8 @@ class Scheduler:
         if self.slots.untold and self._in_flight:
             return None  # what the runner must learn again holds every token so far
         retractions = self._retractions
+        if self._preemption_gap is not None and self.waiting:
+            self._preempt(self._preemption_gap)
         while True:
             decode, new_pages = self._plan_decode()
             budget = self._budget(decode)
@@ -257,6 +280,7 @@ class Scheduler:
             launched.has_loads, self.tiers.loads_ordered = self.tiers.loads_ordered, False
         self._in_flight.append(launched)
         self._batch_tokens = plan.num_tokens
+        self._num_prefilled += plan.num_tokens - plan.num_decode_rows
         return plan
 
     def _plan_decode(self) -> tuple[np.ndarray, NewPages]:
@@ -304,11 +328,25 @@ class Scheduler:
                 num_missing -= self._load(request)
                 if request.is_loading:
                     continue
+            if self.waiting.policy.yields and self.waiting:
+                num_missing = self._leave_room(slot, num_missing, budget)
             q_len = self._take_chunk(slot, num_missing, budget)
             if q_len == 0:
                 break
             chunks.append((slot, q_len))
         return chunks
+
+    def _leave_room(self, slot: int, num_missing: int, budget: StepBudget) -> int:
+        """What a prompt may compute now where those that wait with less to compute go first."""
+        if not self.slots.free or len(self.waiting) > MAX_SORTED:
+            return num_missing
+        num_less = 0
+        for request in self.waiting:
+            num_cached = self.tree.find(request.prompt, request.add.namespace)[1]
+            num_left = len(request.tokens) - num_cached
+            num_less += num_left if num_left < num_missing else 0
+        room = budget.chunk(num_missing, int(self.slots.computed[slot]))
+        return min(num_missing, max(room - num_less, MIN_CHUNK))
 
     def _take_chunk(self, slot: int, num_missing: int, budget: StepBudget) -> int:
         """How many of a slot's missing tokens this step computes; finds the pages for them."""
@@ -354,6 +392,7 @@ class Scheduler:
         victim = min(
             running,
             key=lambda r: (
+                r.add.priority,
                 int(slots.length[r.slot]) - r.prompt_len,
                 -r.prompt_len,
                 -int(slots.serial[r.slot]),
@@ -362,19 +401,80 @@ class Scheduler:
         running.remove(victim)
         num_output = sum(int(slots.length[r.slot]) - r.prompt_len for r in running)
         self._reserve.retracted(len(running), num_output, sum(r.max_tokens for r in running))
-        self._release(victim, keep_prefix=True)
-        victim.is_resumed = True
+        self._retract(victim)
+
+    def _retract(self, request: Request) -> None:
+        """Take a running request back to the front of the queue; it keeps its tokens."""
+        self._release(request, keep_prefix=True)
+        request.is_resumed = True
         # A token of it that is still in flight is appended at commit, in the queue.
-        self.waiting.add([victim], front=True)
+        self.waiting.add([request], front=True)
         self._retractions += 1
+
+    def _preempt(self, gap: int) -> None:
+        """Retract requests of lower priority, the newest first, if the next one needs their place.
+
+        Only if that is enough. Admissions go on with the next plan.
+        """
+        head = next(self._candidates(), None)
+        if head is None:
+            return
+        slots = self.slots
+        highest = head.add.priority - gap
+        victims = [r for r in slots.owners() if r.add.priority <= highest]
+        if not victims:
+            return
+        node, _, num_matched = self._match(head)
+        self.tree.lock(node)
+        shortage = self._shortage(head, num_matched)
+        self.tree.unlock(node)
+        victims.sort(key=lambda r: (r.add.priority, -int(slots.serial[r.slot])))
+        chosen: list[Request] = []
+        for victim in victims:
+            if shortage <= 0 and (slots.free or chosen):
+                break
+            chosen.append(victim)
+            slot = victim.slot
+            num_left = slots.limit[slot : slot + 1] - slots.length[slot]
+            num_own = max(int(slots.length[slot]), int(slots.capacity[slot])) - victim.num_shared
+            shortage -= num_own + self._reserve.tokens(num_left)
+        if shortage <= 0:
+            for victim in chosen:
+                self._retract(victim)
+            self._preemptions += len(chosen)
+
+    def _candidates(self) -> Iterator[Request]:
+        """Waiting requests that may be admitted, the next one first."""
+        policy = self.waiting.policy
+        running = self.slots.owners() if policy.order is not None else []
+        if self._shares is not None:
+            for request in self.slots.owners():
+                self._charge(request, self._shares)
+        view = QueueView(
+            self.tree,
+            self._num_prefilled,
+            self._num_steps + (self._seed << 32),
+            [request for request in running if not request.is_published],
+        )
+        for request in self.waiting.in_order(view):
+            if self.tiers is None or not self.tiers.is_pending(request.prefetch):
+                yield request
+
+    def _charge(self, request: Request, shares: FairShares) -> None:
+        """Charge a running request's client for what was computed since the last time."""
+        charged, prompt_len = request.num_charged, request.prompt_len
+        computed = int(self.slots.computed[request.slot])
+        num_prompt = min(computed, prompt_len) - min(charged, prompt_len)
+        shares.charge(request.add.client, num_prompt, computed - charged - num_prompt)
+        request.num_charged = computed
 
     def _admit(self, budget: StepBudget, chunks: list[tuple[int, int]]) -> list[Request]:
         """Admit waiting requests up to the first that does not fit; appends their chunks."""
         admitted: list[Request] = []
         slots = self.slots
-        for request in self._policy(self.waiting):
-            if self.tiers is not None and self.tiers.is_pending(request.prefetch):
-                continue
+        if not self.waiting or budget.is_spent or not slots.free:
+            return []
+        for request in self._candidates():
             if budget.is_spent or not slots.free or not self._try_admit(request):
                 break
             admitted.append(request)
@@ -392,20 +492,20 @@ class Scheduler:
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
         length = len(request.tokens)
-        # One token must be left to compute, for its logits; prompt logprobs need all of them.
-        is_matchable = self.use_radix and request.prompt_logprobs is None
-        tokens = request.known_tokens(0, length - 1 if is_matchable else 0)
-        node, pages, num_matched = self.tree.match(tokens, request.add.namespace, self._now)
+        node, pages, num_matched = self._match(request)
         self.tree.lock(node)  # first, for the match itself shrinks what can be evicted
-        if not self._has_room(request, num_matched):
+        if self._shortage(request, num_matched) > 0:
             self.tree.unlock(node)
             return False
         self.slots.open(request, pages, num_matched)
         self._settle(request, node, num_matched)
         request.is_published = False
+        request.num_charged = num_matched
+        if not request.is_resumed:
+            self.tree.count_hit(node)
         if self.tiers is not None:
             self.tiers.hit(pages)
-            request.is_loading = is_matchable
+            request.is_loading = self._is_matchable(request)
         self._mean_new_tokens += 0.1 * (length - num_matched - self._mean_new_tokens)
         if request.num_cached < 0:
             request.num_cached = num_matched
@@ -413,6 +513,16 @@ class Scheduler:
             self._prompt_tokens += request.prompt_len
             self._cached_tokens += num_matched
         return True
+
+    def _is_matchable(self, request: Request) -> bool:
+        return self.use_radix and request.prompt_logprobs is None  # which need all positions
+
+    def _match(self, request: Request) -> tuple[Node, np.ndarray, int]:
+        """RadixTree.match of what a request need not compute."""
+        # One token must be left to compute, for its logits.
+        end = len(request.tokens) - 1 if self._is_matchable(request) else 0
+        tokens = request.known_tokens(0, end)
+        return self.tree.match(tokens, request.add.namespace, self._now)
 
     def _load(self, request: Request) -> int:
         """Copy what the host holds of a request that has computed nothing yet; in tokens.
@@ -437,6 +547,7 @@ class Scheduler:
         self.tiers.load(keys[:n], pages[:n], is_counted=not request.is_resumed)
         self._share(request, start + n * size)
         slots.computed[slot] = slots.committed[slot] = start + n * size
+        request.num_charged = start + n * size
         if not request.is_resumed:
             request.num_cached += n * size
             self._cached_tokens += n * size
@@ -449,17 +560,17 @@ class Scheduler:
         extend(request.page_keys, root, request.tokens, self.page_size)
         return request.page_keys
 
-    def _has_room(self, request: Request, num_matched: int) -> bool:
-        """Whether the pool bears this request beside the running ones, as far as one can tell."""
+    def _shortage(self, request: Request, num_matched: int) -> float:
+        """Tokens that the pool lacks to bear this request beside the running ones, most likely."""
         slots, order = self.slots, self.slots.order
         if not len(order):
-            return True  # alone it fits: _add saw to it
+            return 0.0  # alone it fits: _add saw to it
         length = len(request.tokens)
         promised = self._reserve.tokens(slots.limit[order] - slots.length[order])
         owed = int(np.maximum(slots.length[order] - slots.capacity[order], 0).sum())
         free = self._num_available * self.page_size - owed - promised
         output = self._reserve.tokens(np.array([request.limit - length]))
-        return length - num_matched + output + self.page_size <= free
+        return length - num_matched + output + self.page_size - free
 
     def undo(self, free_bytes: int) -> None:
         """The device had no memory for the newest step: nothing of it counts.
@@ -626,7 +737,12 @@ class Scheduler:
     ) -> tuple[Node, np.ndarray, int]:
         """RadixTree.insert of a request's first `end` tokens."""
         node, canonical, num_present = self.tree.insert(
-            request.known_tokens(0, end), pages, request.add.namespace, self._now
+            request.known_tokens(0, end),
+            pages,
+            request.add.namespace,
+            self._now,
+            priority=request.add.priority,
+            pin=request.add.pin,
         )
         if self.tiers is not None:
             first = num_present // self.page_size
@@ -643,6 +759,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
         """End a request in whatever state it is."""
         request.finish_reason = reason
+        if self._shares is not None:
+            self._shares.leave(request.add.client)
         request_id = request.request_id
         choices = self._requests[request_id]
         choices.remove(request)
@@ -665,6 +783,8 @@ class Scheduler:
 
     def _release(self, request: Request, *, keep_prefix: bool) -> None:
         """Take slot and pages from a running request; its committed prefix stays cached."""
+        if self._shares is not None:
+            self._charge(request, self._shares)
         size = self.page_size
         shared = request.num_shared
         pages = self.slots.pages(request.slot)
@@ -707,6 +827,9 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             retractions=self._retractions,
+            preemptions=self._preemptions,
+            num_tree_nodes=self.tree.num_nodes,
+            num_locked_pages=self.tree.num_protected,
             evicted_pages=self.tree.num_evicted,
             batch_tokens=self._batch_tokens,
             tiers=TierStats() if self.tiers is None else self.tiers.stats(),

@@ -72,19 +72,20 @@ def test_nobody_starves(core, overlap):
 
 def requeue_at_the_back(monkeypatch, core):
     original = WaitingQueue.add
-    monkeypatch.setattr(
-        WaitingQueue, "add", lambda self, requests, *, front=False: original(self, requests)
-    )
+
+    def add(self, requests, *, front=False):
+        for request in requests:
+            request.is_resumed = False
+        original(self, requests)
+
+    monkeypatch.setattr(WaitingQueue, "add", add)
 
 
 def admit_the_newest_first(monkeypatch, core):
-    original = core.Scheduler._admit
-
-    def admit(self, *args):
-        self._policy = lambda waiting: reversed(list(waiting))
-        return original(self, *args)
-
-    monkeypatch.setattr(core.Scheduler, "_admit", admit)
+    original = WaitingQueue.in_order
+    monkeypatch.setattr(
+        WaitingQueue, "in_order", lambda self, view: reversed(list(original(self, view)))
+    )
 
 
 @pytest.mark.parametrize(

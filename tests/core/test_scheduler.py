@@ -6,6 +6,7 @@ import pytest
 from stoker.engine.api.errors import EngineError, RequestError
 from stoker.engine.api.messages import Abort, Flush, Flushed, Refused, Shutdown, Tokens
 from stoker.engine.core.plan import FROM_DEVICE, StepResult
+from stoker.engine.core.policy import Policy
 from stoker.engine.core.request import derive_seed
 
 
@@ -800,7 +801,7 @@ def test_another_policy_is_a_function(make_engine):
     engine = make_engine(
         overlap=False,
         max_running=1,
-        policy=lambda waiting: sorted(waiting, key=lambda r: r.prompt_len),
+        policy=Policy(rank=lambda request: request.prompt_len),
     )
     for n in (9, 3, 6):
         engine.add(prompt(n), max_tokens=1)
