@@ -1,4 +1,4 @@
-"""The `stoker` command: serve, chat, generate, bench, backends, version.
+"""The `stoker` command: serve, chat, generate, bench, simulate, backends, version.
 
 Nothing heavy is imported before a command needs it. Errors are one line on stderr; the exit code is
 2 where the command is wrong, 70 where the engine failed.
@@ -85,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     offline = command("offline", _bench_offline, "Throughput in process, without HTTP.", benches)
     add_offline_flags(offline)
     settings(offline)
+
+    from .simulate_flags import add_simulate_flags
+
+    text = "Serve a load in virtual time, to plan capacity; no device is needed."
+    add_simulate_flags(command("simulate", _simulate, text))
 
     command("backends", _backends, "What each backend would use on this machine, and why not.")
     command("version", _version, "Print the version.")
@@ -177,6 +182,12 @@ def _bench_offline(arguments: argparse.Namespace) -> int:
             await engine.close()
 
     return _run(run())
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from .simulate import run_simulate
+
+    return run_simulate(_config(arguments, log_level="warning"), arguments)
 
 
 def _backends(_: argparse.Namespace) -> None:
