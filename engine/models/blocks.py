@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends.api import AttentionSpec, LayerWeights, Rope
+from ...backends.api import AttentionSpec, ExpertWeights, LayerWeights, Rope
 from ..api.errors import StartError
 
 if TYPE_CHECKING:
     from ...backends.api import BatchMeta, LayerCache, Ops
-    from .config import ModelConfig, RopeConfig
+    from .config import ModelConfig, MoEConfig, RopeConfig
 
 
 class Parameters:
@@ -210,20 +210,80 @@ class MLP:
             {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden, bias, parameters
         )
         self.down = Linear({f"{name}.down_proj": hidden}, inner, bias, parameters)
-        self.activation = config.activation
+
+
+class MixtureOfExperts:
+    """The weighted sum of the gated MLPs that the router chooses for each token.
+
+    Attributes:
+        packed: the experts as the ops take them, once all are loaded.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, moe: MoEConfig, parameters: Parameters):
+        hidden, inner = config.hidden_size, moe.intermediate_size
+        self._ops, self._parameters = parameters.ops, parameters
+        self._moe, self._activation = moe, config.activation
+        self._shapes = ((moe.num_experts, 2 * inner, hidden), (moe.num_experts, hidden, inner))
+        self._router = Linear({f"{name}.gate": moe.num_experts}, hidden, False, parameters)
+        self._weights: tuple[Tensor, Tensor] | None = None  # gate_up and down, until all are there
+        self._missing = 3 * moe.num_experts
+        self.packed: Any = None
+        gate, up, down = moe.projections
+        for expert in range(moe.num_experts):
+            for projection, which, rows, shape in (
+                (gate, 0, slice(inner), (inner, hidden)),
+                (up, 0, slice(inner, 2 * inner), (inner, hidden)),
+                (down, 1, slice(hidden), (hidden, inner)),
+            ):
+                full_name = f"{name}.experts.{expert}.{projection}.weight"
+                parameters.expect(full_name, shape, partial(self._put, which, expert, rows))
+
+    def _put(self, which: int, expert: int, rows: slice, tensor: Tensor) -> None:
+        if self._weights is None:
+            device, dtype = self._parameters.device, self._parameters.dtype
+            gate_up, down = (torch.empty(s, device=device, dtype=dtype) for s in self._shapes)
+            self._weights = gate_up, down
+        self._weights[which][expert, rows].copy_(tensor)
+        self._missing -= 1
+        if not self._missing:
+            gate_up, down = self._weights
+            self._weights = None  # the packed form is all that stays
+            self.packed = self._ops.pack_experts(ExpertWeights(gate_up, down, self._activation))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] to [num_tokens, hidden]."""
+        logits = self._ops.linear(x, self._router.packed, torch.float32)
+        ids, weights = self._ops.route(logits, self._moe.router, None)
+        return self._ops.experts(x, ids, weights, self.packed)
 
 
 class DecoderLayer:
-    """Attention and MLP, a norm before each, and in a sandwich after each as well."""
+    """Attention and MLP or experts, a norm before each, and in a sandwich after each as well.
+
+    Args:
+        moe: the experts that take the MLP's place, or None.
+    """
 
     def __init__(
-        self, name: str, config: ModelConfig, window: int | None, rope: Rope, parameters: Parameters
+        self,
+        name: str,
+        config: ModelConfig,
+        window: int | None,
+        rope: Rope,
+        moe: MoEConfig | None,
+        parameters: Parameters,
     ):
         self._ops, self._eps = parameters.ops, config.rms_norm_eps
-        self._whole = getattr(parameters.ops, "decoder_layer", None)
+        self._whole = None if moe else getattr(parameters.ops, "decoder_layer", None)
         self._weights: LayerWeights | None = None
         self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
-        self._mlp = MLP(f"{name}.mlp", config, parameters)
+        self._activation = config.activation
+        self._mlp: MLP | None = None
+        self._experts: MixtureOfExperts | None = None
+        if moe is None:
+            self._mlp = MLP(f"{name}.mlp", config, parameters)
+        else:
+            self._experts = MixtureOfExperts(f"{name}.{moe.block}", config, moe, parameters)
 
         def norm(which: str) -> Norm:
             return Norm(f"{name}.{which}", config.hidden_size, config.norm_plus_one, parameters)
@@ -244,7 +304,7 @@ class DecoderLayer:
             spec=attention.spec,
             rope=attention.rope,
             eps=self._eps,
-            activation=mlp.activation,
+            activation=self._activation,
             input_norm=self._input_norm.weight,
             qkv=attention.qkv.packed,
             q_norm=_weight(attention.q_norm),
@@ -252,8 +312,8 @@ class DecoderLayer:
             out=attention.out.packed,
             attention_out_norm=_weight(self._after_attention),
             mlp_norm=self._mlp_norm.weight,
-            gate_up=mlp.gate_up.packed,
-            down=mlp.down.packed,
+            gate_up=mlp.gate_up.packed if mlp else None,
+            down=mlp.down.packed if mlp else None,
             mlp_out_norm=_weight(self._after_mlp),
         )
 
@@ -272,7 +332,7 @@ class DecoderLayer:
         assert w is not None
         if self._whole is not None:
             return self._whole(x, residual, w, meta, cache)
-        if w.attention_out_norm is None or w.mlp_out_norm is None:
+        if self._experts is None and (w.attention_out_norm is None or w.mlp_out_norm is None):
             if x is not None:
                 residual += x
             qkv = ops.norm_linear(residual, w.input_norm, w.eps, w.qkv)
@@ -285,10 +345,16 @@ class DecoderLayer:
         else:
             x = ops.add_rms_norm(x, residual, w.input_norm, w.eps)
         x = ops.linear(self.attention(ops.linear(x, w.qkv), meta, cache), w.out)
-        x = ops.rms_norm(x, w.attention_out_norm, w.eps)
-        x = ops.linear(ops.add_rms_norm(x, residual, w.mlp_norm, w.eps), w.gate_up)
-        x = ops.silu_and_mul(x) if w.activation == "silu" else ops.gelu_and_mul(x)
-        return ops.rms_norm(ops.linear(x, w.down), w.mlp_out_norm, w.eps)
+        if w.attention_out_norm is not None:
+            x = ops.rms_norm(x, w.attention_out_norm, w.eps)
+        x = ops.add_rms_norm(x, residual, w.mlp_norm, w.eps)
+        if self._experts is not None:
+            x = self._experts(x)
+        else:
+            x = ops.linear(x, w.gate_up)
+            x = ops.silu_and_mul(x) if w.activation == "silu" else ops.gelu_and_mul(x)
+            x = ops.linear(x, w.down)
+        return x if w.mlp_out_norm is None else ops.rms_norm(x, w.mlp_out_norm, w.eps)
 
 
 def _weight(norm: Norm | None) -> Tensor | None:
@@ -335,6 +401,7 @@ class Decoder:
                 config,
                 window,
                 rope if window is None else local_rope,
+                config.moe if config.moe is not None and config.moe.layers[layer] else None,
                 parameters,
             )
             for layer, window in enumerate(config.windows)
@@ -369,7 +436,7 @@ class Decoder:
         if self._head is None:
             self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
 
-    def forward(self, tokens: Tensor, meta: BatchMeta, caches: list[LayerCache]) -> Tensor:
+    def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[LayerCache]) -> Tensor:
         """Hidden states [num_tokens, hidden] of new tokens int64 [num_tokens], not yet normed.
 
         They are float32 where the ops want the residual stream so, else of the model's type.

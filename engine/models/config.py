@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ...backends.api import RouterSpec
 from ..api.errors import StartError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
@@ -40,6 +41,31 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Experts in place of the MLP.
+
+    Attributes:
+        intermediate_size: of one expert.
+        layers: per layer whether it has experts.
+        block: what precedes `.gate` and `.experts` in the names of a layer's tensors.
+        projections: names of an expert's gate, up and down projections.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    router: RouterSpec
+    layers: tuple[bool, ...]
+    block: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        if self.router.top_k > self.num_experts:
+            raise StartError(
+                f"model config: {self.router.top_k} experts a token of {self.num_experts}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder as the blocks build it.
 
@@ -52,6 +78,7 @@ class ModelConfig:
         norm_plus_one: RMS norms multiply by 1 + weight, in float32 (Gemma).
         sandwich_norms: a norm after attention and MLP as well as before (Gemma).
         logit_softcap: logits become softcap * tanh(logits / softcap).
+        moe: None where every layer has one MLP.
     """
 
     family: str
@@ -80,6 +107,7 @@ class ModelConfig:
     sandwich_norms: bool = False
     embed_scale: float | None = None
     logit_softcap: float | None = None
+    moe: MoEConfig | None = None
 
 
 class Fields:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import StartError
-from . import gemma3, llama, mistral, qwen2, qwen3
+from . import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from .blocks import Decoder
 from .config import Family, Fields, ModelConfig, common
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...backends.api import Ops
 
 FAMILIES = {
-    m.FAMILY.name: m.FAMILY for m in (llama, mistral, qwen2, qwen3, gemma3)
+    m.FAMILY.name: m.FAMILY for m in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3)
 }  # in the order that errors list them
 BY_ARCHITECTURE = {a: f for f in FAMILIES.values() for a in f.architectures}
 BY_GGUF = {f.gguf: f for f in FAMILIES.values() if f.gguf is not None}

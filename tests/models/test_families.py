@@ -15,7 +15,7 @@ from stoker.engine.models.registry import build, parse_config
 from stoker.engine.runtime import model_files, weights
 
 VOCAB = 300  # of make_hf_model
-NUM_NEW = 24
+NUM_NEW = 32
 PROMPT_LENS = (41, 5, 1, 18)
 
 
@@ -39,6 +39,10 @@ GEMMA_ROPE = {
 }
 GEMMA = dict(num_hidden_layers=7, head_dim=24, query_pre_attn_scalar=40, sliding_window=8)
 QWEN_WINDOW = dict(use_sliding_window=True, max_window_layers=1, sliding_window=9)
+MOE = dict(num_experts_per_tok=2)
+QWEN_MOE = MOE | dict(
+    head_dim=24, num_experts=16, moe_intermediate_size=48, norm_topk_prob=True
+)  # of 16, a prompt of five tokens leaves some unused
 CASES = {
     "llama": ("Llama", {}),
     "llama one kv head, tied": ("Llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
@@ -67,6 +71,17 @@ CASES = {
     "qwen2 window not used": ("Qwen2", QWEN_WINDOW | dict(use_sliding_window=False)),
     "qwen3": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True)),
     "qwen3 window, biases": ("Qwen3", QWEN_WINDOW | dict(head_dim=16, attention_bias=True)),
+    "mixtral": ("Mixtral", MOE | dict(num_local_experts=3, sliding_window=7)),
+    "qwen3 moe": ("Qwen3Moe", QWEN_MOE),
+    "qwen3 moe, weights as they are": ("Qwen3Moe", QWEN_MOE | dict(norm_topk_prob=False)),
+    "qwen3 moe, every other layer": (
+        "Qwen3Moe",
+        QWEN_MOE | dict(decoder_sparse_step=2, num_hidden_layers=4, attention_bias=True),
+    ),
+    "qwen3 moe, a dense layer, window": (
+        "Qwen3Moe",
+        QWEN_MOE | dict(mlp_only_layers=[1], use_sliding_window=True, sliding_window=9),
+    ),
     "gemma3": ("Gemma3", GEMMA | GEMMA_ROPE | dict(tie_word_embeddings=True)),
     "gemma3 untied, softcap": ("Gemma3", GEMMA | dict(final_logit_softcapping=3.0)),
 }
@@ -202,7 +217,7 @@ def test_older_config_files_mean_the_same(case, fields, tmp_path, make_hf_model)
 
 
 def test_defaults_are_those_of_transformers():
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"):
+    for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3"):
         config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")()
         full = config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
