@@ -1,6 +1,7 @@
 """A file with the size and the time of each step, from which `stoker simulate` fits its costs.
 
-One JSON object a line: first what the engine is, then the steps.
+One JSON object a line: first what the engine is, then the steps, with the time of day at which each
+ended.
 
 Runs on: gpu.
 """
@@ -8,6 +9,7 @@ Runs on: gpu.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -60,6 +62,7 @@ class StepLog:
         host_s, self._own_s = own_s - self._own_s, own_s
         shape = self._planned.popleft()
         times = {"device_s": round(device_s, 7), "host_s": round(host_s, 7)}
+        times["at_s"] = round(time.time(), 3)
         self._write(asdict(shape) | times)
 
     def close(self) -> None:
