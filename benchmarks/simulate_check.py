@@ -1,0 +1,191 @@
+"""Does `stoker simulate` predict what is measured?
+
+    python benchmarks/simulate_check.py h200    # the roofline against docs/performance.md
+    python benchmarks/simulate_check.py cpu     # a server here: fit to one load, predict another
+
+`cpu` serves smollm2-135m with --step-log, loads it with short runs of other lengths and numbers of
+streams before and after the load that is to be predicted (32 streams, prompts of 128 tokens, 64
+out), fits the costs to the steps of the short runs only, and compares. The client shares the cores
+with the server, as everywhere in docs/performance.md. With --client COMMAND that load is sent by
+another client, which must print one JSON object with out_tok_s and ttft_p50; {url} in the command
+is the server. The exit code is 1 where a prediction is more than 15% off.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.engine.api.config import EngineConfig
+from stoker.engine.simulate import EngineSpec, Result, simulate
+from stoker.engine.simulate_load import Lengths, LoadRequest, SyntheticLoad
+from stoker.engine.simulate_roofline import ModelShape, RooflineCost, find_card
+
+LIMIT = 0.15
+STOKER = [sys.executable, "-m", "stoker.http"]
+LOAD = {"requests": 64, "concurrency": 32, "prompt-len": 128, "output-len": 64}
+CALIBRATION = (  # name, requests, streams, prompt, output
+    (4, 1, 100, 40),
+    (12, 4, 180, 30),
+    (36, 12, 90, 50),
+    (60, 28, 160, 24),
+    (80, 40, 60, 40),
+)
+
+
+class Comparison:
+    """Prints predicted beside measured figures and remembers the worst."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        print(f"{'':<26}{'measured':>12}{'predicted':>12}{'off':>8}")
+
+    def row(self, name: str, measured: float, predicted: float) -> None:
+        off = predicted / measured - 1
+        self.worst = max(self.worst, abs(off))
+        print(f"{name:<26}{measured:12.4g}{predicted:12.4g}{off:+8.1%}")
+
+    @property
+    def exit_code(self) -> int:
+        print(f"the worst is {self.worst:.1%} off, the limit is {LIMIT:.0%}")
+        return int(self.worst > LIMIT)
+
+
+# ---- the H200's figures ------------------------------------------------------------------------
+
+
+def h200() -> int:
+    """Figures of docs/performance.md, one H200, Llama-3.1-8B shape."""
+    cost = RooflineCost(find_card("H200"), ModelShape.load("llama-3.1-8b"))
+    spec = EngineSpec(cost.kv_tokens(0.9), page_size=64, max_model_len=131072)
+
+    def run(requests: list[LoadRequest], concurrency: int | None = None) -> Result:
+        return simulate(requests, EngineConfig(), spec, cost, concurrency=concurrency)
+
+    def load(n: int, prompt: int, output: int, shared: int = 0) -> list[LoadRequest]:
+        lengths = Lengths.parse(str(prompt)), Lengths.parse(str(output))
+        return SyntheticLoad(n, *lengths, prefix_len=shared).requests(0)
+
+    table = Comparison()
+    single = run(load(4, 128, 256), 1).summary()
+    table.row("single: TPOT ms", 4.13, single["tpot_ms"]["p50"])
+    table.row("single: TTFT ms", 9.7, single["ttft_ms"]["p50"])
+    decode = run(load(256, 128, 256), 256).summary()
+    table.row("decode: output tokens/s", 19_650, decode["output_tokens_per_s"])
+    mixed = run(load(512, 1024, 128), 256).summary()
+    table.row("mixed: total tokens/s", 36_440, mixed["total_tokens_per_s"])
+    table.row("mixed: TTFT s", 1.3, mixed["ttft_ms"]["p50"] / 1e3)
+    prefix = run(load(512, 64, 16, 4096), 64).summary()
+    table.row("prefix: s", 2.45, prefix["seconds"])
+    table.row("prefix: TTFT ms", 97, prefix["ttft_ms"]["p50"])
+    streams = load(32, 128, 512)
+    long = run([*streams, LoadRequest(2.0, 32_000, 4, 4)])
+    table.row("long: TTFT s", 1.52, long.records[-1].ttft_s)
+    itl = np.concatenate([np.diff(record.tokens_s) for record in long.records[:-1]])
+    table.row("long: streams' ITL p99 ms", 35, float(np.percentile(itl, 99)) * 1e3)
+    return table.exit_code
+
+
+# ---- a server on this CPU ----------------------------------------------------------------------
+
+
+def cpu(model: str, client: str | None, port: int) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        log = folder / "all.jsonl"
+        with _server(model, port, log) as url:
+            _bench(url, folder, *CALIBRATION[0])  # the first steps of a server are slower
+            began = time.time()
+            for run in CALIBRATION:
+                _bench(url, folder, *run)
+            load_began = time.time()
+            measured = _other_client(client, url) if client else _bench(url, folder, *LOAD.values())
+            load_ended = time.time()
+            for run in CALIBRATION:
+                _bench(url, folder, *run)
+        steps = folder / "steps.jsonl"
+        header, *lines = log.read_text().splitlines(keepends=True)
+        times = [json.loads(line)["at_s"] for line in lines]
+        kept = [
+            line
+            for line, at in zip(lines, times, strict=True)
+            if at > began and not load_began <= at <= load_ended
+        ]
+        steps.write_text("".join([header, *kept]))
+        flags = [f"--{name}={value}" for name, value in LOAD.items()]
+        out = folder / "simulated.json"
+        subprocess.run([*STOKER, "simulate", "--steps", steps, *flags, "--json", out], check=True)
+        predicted = json.loads(out.read_text())["summary"]
+    table = Comparison()
+    table.row("output tokens/s", measured["rate"], predicted["output_tokens_per_s"])
+    table.row("TTFT ms", measured["ttft_ms"], predicted["ttft_ms"]["p50"])
+    return table.exit_code
+
+
+@contextmanager
+def _server(model: str, port: int, log: Path) -> Iterator[str]:
+    url = f"http://127.0.0.1:{port}"
+    command = [*STOKER, "serve", model, f"--port={port}", f"--step-log={log}"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            if server.poll() is not None:
+                sys.exit("the server did not start")
+            try:
+                urllib.request.urlopen(url + "/ready")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _bench(
+    url: str, folder: Path, requests: int, streams: int, prompt: int, output: int
+) -> dict[str, Any]:
+    out = folder / "bench.json"
+    seed = time.time_ns() % 2**31  # new prompts each time: nothing is in the cache
+    flags = {"url": url, "requests": requests, "concurrency": streams, "prompt-len": prompt}
+    flags |= {"output-len": output, "json": out, "seed": seed}
+    command = [*STOKER, "bench", "serve", *(f"--{name}={value}" for name, value in flags.items())]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    result = json.loads(out.read_text())
+    return {"rate": result["output_tokens_per_s"], "ttft_ms": result["ttft_ms"]["p50"]}
+
+
+def _other_client(command: str, url: str) -> dict[str, Any]:
+    line = subprocess.run(
+        command.format(url=url), shell=True, check=True, capture_output=True, text=True
+    ).stdout
+    result = json.loads(line)
+    return {"rate": result["out_tok_s"], "ttft_ms": result["ttft_p50"] * 1e3}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("h200", "cpu"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--client")
+    parser.add_argument("--port", type=int, default=8039)
+    arguments = parser.parse_args()
+    if arguments.what == "h200":
+        return h200()
+    return cpu(arguments.model, arguments.client, arguments.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
