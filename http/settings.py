@@ -163,7 +163,10 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig
             hint = f" (Kubernetes sets {ENV_PREFIX}{name.upper()}: use enableServiceLinks: false)"
         is_from_file = first["loc"] and first["loc"][0] in values.keys() - over.keys()
         where = f"--config {file}: " if is_from_file else ""
-        raise StartError(f"{where}{name}: {first['msg']}, got {first['input']!r}{hint}") from None
+        text = first["msg"].removeprefix("Value error, ")
+        if name:  # else it is about several settings, which it names
+            text = f"{name}: {text}, got {first['input']!r}"
+        raise StartError(f"{where}{text}{hint}") from None
 
 
 def _read(file: Path) -> dict[str, Any]:

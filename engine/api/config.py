@@ -3,9 +3,9 @@
 Runs on: any (pure).
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 def option(default, help: str, group: str, **limits):  # noqa: A002 (help is argparse's word)
@@ -80,6 +80,50 @@ class EngineConfig(BaseModel):
         gt=0.0,
         le=0.98,
     )
+    host_cache_ratio: float | None = option(
+        None, "keep evicted prefixes in host memory: so many times the KV pool", "tiers", gt=0
+    )
+    host_cache_gib: float | None = option(
+        None, "the same as a size in GiB, instead of a ratio", "tiers", gt=0
+    )
+    cache_write_policy: Literal["write-through", "write-through-selective", "write-back"] = option(
+        "write-through",
+        "copy cached pages to the host at once, when they were hit often enough, or when they are "
+        "evicted",
+        "tiers",
+    )
+    cache_write_hits: int = option(
+        2, "hits at which write-through-selective copies a page", "tiers", ge=1
+    )
+    disk_cache_dir: str | None = option(
+        None, "folder for pages that outlive the process; needs a host cache", "tiers"
+    )
+    disk_cache_gib: float = option(
+        16.0, "size of that folder; the least recently used pages go", "tiers", gt=0
+    )
+    cache_redis_url: str | None = option(
+        None, "Redis server that keeps pages, as redis://host:6379/0; needs a host cache", "tiers"
+    )
+    prefetch_timeout: float = option(
+        2.0,
+        "seconds that a waiting request gives disk and Redis to deliver its prefix (and 0.1 s more "
+        "for each 1,000 tokens)",
+        "tiers",
+        gt=0,
+    )
+    radix_eviction_policy: Literal["lru", "lfu", "slru", "fifo", "priority", "tlru"] = option(
+        "lru",
+        "which cached prefix is forgotten first: the least recently used; the least often used; "
+        "those used less than twice; the oldest; those of the lowest priority; tails whose "
+        "absence a conversation's next turn would not notice",
+        "memory",
+    )
+    tlru_threshold: int = option(
+        2048, "for tlru: tokens that a next turn may have to compute", "memory", ge=0
+    )
+    tlru_next_prompt: int = option(
+        256, "for tlru: tokens that a next turn is expected to add", "memory", ge=0
+    )
     disable_radix_cache: bool = option(False, "compute every prompt from its first token", "memory")
     chunked_prefill_size: int | None = option(
         None, "most new tokens a step; the backend's best by default", "scheduling", ge=1
@@ -101,6 +145,28 @@ class EngineConfig(BaseModel):
         ge=0.1,
         le=10,
     )
+    schedule_policy: Literal[
+        "fcfs", "lpm", "dfs-weight", "lof", "hrrn", "shortest-prefill-first", "random"
+    ] = option(
+        "fcfs",
+        "who of those that wait at equal priority is next: the first come; the longest cached "
+        "prefix; the most crowded branch of the cache; the longest output; the highest ratio of "
+        "waiting to work; the least to compute; anybody",
+        "scheduling",
+    )
+    priority_preemption: int | None = option(
+        None,
+        "a waiting request takes the place of running ones whose priority is at least so much "
+        "lower, if it does not fit beside them; never by default",
+        "scheduling",
+        ge=1,
+    )
+    fair_clients: bool = option(
+        False, "the client (API key or user) that has received least is next", "scheduling"
+    )
+    client_weights: str = option(
+        "", "shares of clients for --fair-clients, as alice=4,bob=0.5; 1 for others", "scheduling"
+    )
     disable_graphs: bool = option(
         False, "launch decode steps kernel by kernel (same tokens, for debugging)", "device"
     )
@@ -109,10 +175,42 @@ class EngineConfig(BaseModel):
         "plan a step only when the one before has ended (same tokens, for debugging)",
         "scheduling",
     )
-    seed: int = option(0, "seeds dummy weights", "model")
+    seed: int = option(0, "seeds dummy weights and --schedule-policy random", "model")
     check: bool = option(
         False, "verify the page ledger after every step (slow; also STOKER_CHECK=1)", "debug"
     )
     step_log: str | None = option(
         None, "write each step's size and time into this file, for stoker simulate", "debug"
     )
+
+    @field_validator("client_weights")
+    @classmethod
+    def _check_weights(cls, value: str) -> str:
+        parse_weights(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_cache(self) -> Self:
+        if self.disable_radix_cache and self.schedule_policy in CACHE_AWARE:
+            raise ValueError(
+                f"--schedule-policy {self.schedule_policy} orders by the prefix cache, which "
+                "--disable-radix-cache turns off"
+            )
+        return self
+
+
+CACHE_AWARE = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """alice=4,bob=0.5 as a dict. Raises ValueError."""
+    weights: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        client, _, number = part.rpartition("=")
+        try:
+            weights[client] = float(number)
+        except ValueError:
+            weights[client] = 0.0
+        if not client or not 0 < weights[client] < float("inf"):
+            raise ValueError("want NAME=WEIGHT with a positive weight, after a comma the next")
+    return weights

@@ -3,9 +3,12 @@
 Runs on: any (pure).
 """
 
-from ..api.config import EngineConfig
+from ..api.config import EngineConfig, parse_weights
+from . import eviction, policy
 from .budget import StepCost
+from .fairness import FairShares
 from .scheduler import Scheduler
+from .tiers import Tiers
 
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 8192
@@ -18,6 +21,13 @@ def chunk_tokens(config: EngineConfig, *, is_cpu: bool) -> int:
     return config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
 
 
+def eviction_policy(config: EngineConfig, page_size: int) -> eviction.EvictionPolicy:
+    """Which cached prefix is forgotten first."""
+    if config.radix_eviction_policy == "tlru":
+        return eviction.tlru(config.tlru_threshold, config.tlru_next_prompt, page_size)
+    return eviction.POLICIES[config.radix_eviction_policy]
+
+
 def make_scheduler(
     config: EngineConfig,
     *,
@@ -26,12 +36,14 @@ def make_scheduler(
     max_model_len: int,
     is_cpu: bool,
     cost: StepCost | None = None,
+    tiers: Tiers | None = None,
 ) -> Scheduler:
     """The scheduler of one engine.
 
     Args:
         kv_tokens: size of the KV pool; the last part of a page is left out.
         cost: what is known of a step's time already.
+        tiers: the cache tiers below the device, if any.
     """
     max_step_s = None if is_cpu else GPU_STEP_S
     if config.max_step_ms is not None:
@@ -44,9 +56,15 @@ def make_scheduler(
         max_model_len=max_model_len,
         use_radix=not config.disable_radix_cache,
         conservativeness=config.schedule_conservativeness,
+        policy=policy.POLICIES[config.schedule_policy],
+        eviction=eviction_policy(config, page_size),
+        preemption_gap=config.priority_preemption,
+        shares=FairShares(parse_weights(config.client_weights)) if config.fair_clients else None,
+        seed=config.seed,
         max_step_s=max_step_s,
         backlog_stretch=BACKLOG_STRETCH if config.max_step_ms is None else 1.0,
         prefill_decode_interval=config.prefill_decode_interval,
         cost=cost,
+        tiers=tiers,
         queue_timeout_s=config.queue_timeout,
     )

@@ -56,7 +56,7 @@ def test_every_field_has_a_flag_that_sets_it():
             continue
         flag = "--" + name.replace("_", "-")
         value = [] if field.annotation is bool else ["7"]
-        with_choices = re.findall(r"'(\w+)'", str(field.annotation))
+        with_choices = re.findall(r"'([\w-]+)'", str(field.annotation))
         if with_choices:
             value = with_choices[-1:]
         arguments = parser.parse_args(["serve", flag, *value])
@@ -80,6 +80,12 @@ def test_repeated_flags_and_lists(monkeypatch):
         (["--port", "70000"], "port"),
         (["--config", "none.toml"], "no such file"),
         (["--config", "c.ini"], "want a .yaml or .toml"),
+        (["--client-weights", "a=2,b"], "client_weights: want NAME=WEIGHT"),
+        (["--client-weights", "a=-1"], "got 'a=-1'"),
+        (
+            ["--schedule-policy", "lpm", "--disable-radix-cache"],
+            "stoker: --schedule-policy lpm orders by the prefix cache",
+        ),
     ],
 )
 def test_wrong_settings_are_one_line(flags, words, capsys):
