@@ -23,9 +23,14 @@ from .api.errors import StartError
 from .core.budget import StepCost
 from .core.configure import chunk_tokens, make_scheduler
 from .core.scheduler import Scheduler
+from .core.tiers import Tiers
 from .models.blocks import Decoder
-from .runtime import kv_buffers, model_files, weights
+from .runtime import kv_buffers, kv_copies, model_files, weights
+from .runtime.fingerprint import fingerprint
 from .runtime.runner import ModelRunner
+from .runtime.stores import PageStore
+from .runtime.stores.disk import DiskStore
+from .runtime.stores.redis import RedisStore
 from .step_log import StepLog
 from .text.chat_template import ChatTemplate
 from .text.tokenizer import Tokenizer
@@ -38,6 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
 MAX_GRAPH_ROWS = 512
+STEP_LOAD_BYTES = 256 << 20  # from the host in a step while streams run: about 5 ms of PCIe 5
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
 
@@ -144,6 +150,10 @@ class Builder:
         if not is_cpu:
             with self._phase("calibration"):
                 runner.calibrate(min(chunk, tokens - page_size), cost)
+        tiers = None
+        if has_tiers(config):
+            with self._phase("cache tiers"):
+                tiers = self._tiers(backend, runner, dtype)
         scheduler = make_scheduler(
             config,
             kv_tokens=tokens,
@@ -151,8 +161,55 @@ class Builder:
             max_model_len=self.max_model_len,
             is_cpu=is_cpu,
             cost=cost,
+            tiers=tiers,
         )
         return scheduler, runner
+
+    def _tiers(self, backend: Backend, runner: ModelRunner, dtype: torch.dtype) -> Tiers:
+        """The tiers that the flags ask for; gives the runner their copies. Raises StartError."""
+        config, files = self.config, self.files
+        page_size = runner.inputs.page_size
+        attend = backend.choices["attend"].provider
+        provider = next(p for p in backend.providers if p.name == attend)
+        is_dummy = config.load_format == "dummy"
+        key = fingerprint(
+            [] if is_dummy else files.weights,
+            config=repr(files.config),
+            dummy=[config.seed, backend.runtime.name] if is_dummy else None,
+            dtype=str(dtype),
+            kv_layout=getattr(provider, "kv_layout", "NHD"),
+            pools=[list(pool.shape[1:]) for cache in runner.caches for pool in cache],
+            page_size=page_size,
+        )
+        num_bytes = kv_copies.RecordLayout(runner.caches).record_bytes
+        num_pages = runner.caches[0].k.shape[0]
+        if config.host_cache_gib is not None:
+            num_slots = int(config.host_cache_gib * 2**30) // num_bytes
+        else:
+            num_slots = int((config.host_cache_ratio or 0) * (num_pages - 1))
+        if num_slots < 1:
+            raise StartError(f"the host cache is smaller than a page ({num_bytes / 2**20:.1f} MiB)")
+        stores: list[PageStore] = []
+        if config.disk_cache_dir is not None:
+            folder = Path(config.disk_cache_dir).expanduser()
+            stores.append(DiskStore(folder, key, int(config.disk_cache_gib * 2**30)))
+        if config.cache_redis_url is not None:
+            stores.append(RedisStore(config.cache_redis_url))
+        runner.copies = kv_copies.KVCopies(
+            runner.caches, backend.runtime, backend.ops, num_slots, stores, key
+        )
+        return Tiers(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_slots=num_slots,
+            fingerprint=key,
+            policy=config.cache_write_policy,
+            write_hits=config.cache_write_hits,
+            stores=tuple(store.name for store in stores),
+            prefetch_s=config.prefetch_timeout,
+            max_load_pages=max(STEP_LOAD_BYTES // num_bytes, 1),
+            max_saving=max(kv_copies.STAGING_BYTES // num_bytes, 1),
+        )
 
     def open_step_log(self, scheduler: Scheduler, runner: ModelRunner) -> StepLog | None:
         """The log that --step-log asks for. Raises StartError."""
@@ -222,6 +279,21 @@ class Builder:
         began = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - began
+
+
+def has_tiers(config: EngineConfig) -> bool:
+    """Whether pages are kept below the device. Raises StartError where flags do not fit."""
+    is_wanted = config.host_cache_ratio is not None or config.host_cache_gib is not None
+    if config.host_cache_ratio is not None and config.host_cache_gib is not None:
+        raise StartError("--host-cache-ratio and --host-cache-gib say the same: give one of them")
+    if not is_wanted and (config.disk_cache_dir or config.cache_redis_url):
+        raise StartError(
+            "--disk-cache-dir and --cache-redis-url go through host memory: they need "
+            "--host-cache-ratio or --host-cache-gib"
+        )
+    if is_wanted and config.disable_radix_cache:
+        raise StartError("--disable-radix-cache leaves nothing for the host cache to keep")
+    return is_wanted
 
 
 def check_each_step(config: EngineConfig) -> bool:

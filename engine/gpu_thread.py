@@ -25,6 +25,8 @@ import torch
 from .api.messages import Fact, Message, Shutdown, Stats
 from .core.plan import StepPlan
 from .core.scheduler import Scheduler
+from .core.tiers import Copied
+from .runtime import kv_copies
 from .runtime.runner import InFlight, ModelRunner
 from .step_log import StepLog
 
@@ -62,7 +64,7 @@ class GPUThread(threading.Thread):
         open_log: Callable[[Scheduler, ModelRunner], StepLog | None] | None = None,
     ):
         super().__init__(name="stoker-gpu", daemon=True)
-        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message | Copied] = queue.SimpleQueue()
         self.heartbeat_s = time.monotonic()
         self._load = load
         self._post = post
@@ -82,9 +84,12 @@ class GPUThread(threading.Thread):
         except BaseException as error:  # reported to whoever starts the engine
             self._on_ready(error)
             return
+        if runner.copies is not None:
+            runner.copies.start(self.inbox.put)
         self._on_ready(None)
         try:
             self._loop(scheduler, runner)
+            self._close_tiers(scheduler, runner)
         except BaseException as error:
             self._on_death(error)
         finally:
@@ -105,6 +110,8 @@ class GPUThread(threading.Thread):
                 return
             spent.start()
             plan = scheduler.plan(time.monotonic())
+            if scheduler.tiers is not None and runner.copies is not None:
+                runner.copies.submit(scheduler.tiers.take_orders())
             spent.count("plan_s")
             launched = self._launch(scheduler, runner, plan) if plan is not None else None
             spent.count("launch_s" if is_async else "wait_s")
@@ -126,6 +133,13 @@ class GPUThread(threading.Thread):
             spent.count("commit_s")
             if result is not None and self._log is not None:
                 self._log.done(result.seconds, spent.own_s)
+
+    def _close_tiers(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        """Give pages that are on their way to a store some time to arrive."""
+        if scheduler.tiers is not None and runner.copies is not None:
+            kv_copies.drain(scheduler.tiers, runner.copies, self.inbox)
+            runner.runtime.synchronize()
+            runner.copies.close()
 
     def _launch(self, scheduler: Scheduler, runner: ModelRunner, plan: StepPlan) -> InFlight | None:
         """Launch a plan. Where the device has no memory for it, undo it: None."""

@@ -41,6 +41,7 @@ HOME_OF = {
     "aiter": "backends/rocm",
     "flashinfer": "backends/cuda",
     "jinja2": "engine/text",
+    "redis": "engine/runtime/stores",
     "tokenizers": "engine/text",
     "triton": "backends",
 }

@@ -5,6 +5,7 @@ Runs on: gpu.
 
 import itertools
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..core.budget import StepCost, calibration_chunks, pairs_of
 from ..core.plan import Logprobs, StepPlan, StepResult
 from .graphs import StepGraphs, chunk_plan
 from .inputs import Inputs, StepInputs
+from .kv_copies import KVCopies
 from .sampler import DeviceLogprobs, Sampled, Sampler, top_logprobs
 
 NO_ROWS = np.empty(0, np.int64)
@@ -27,8 +29,11 @@ class Model(Protocol):
 
     vocab_size: int
 
-    def forward(self, tokens: Tensor, meta: BatchMeta, caches: list[LayerCache]) -> Tensor:
-        """int64 [num_tokens] to hidden states [num_tokens, hidden]."""
+    def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[LayerCache]) -> Tensor:
+        """int64 [num_tokens] to hidden states [num_tokens, hidden].
+
+        A layer's cache is taken from the iterator just before the layer runs.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] to float32 [n, vocab]."""
@@ -114,6 +119,7 @@ class ModelRunner:
         self.runtime = runtime
         self.model = model
         self.caches = caches
+        self.copies: KVCopies | None = None  # to and from the cache tiers, where there are any
         self.sampler = Sampler(ops, num_slots, model.vocab_size, runtime.device)
         self.inputs = Inputs(
             runtime,
@@ -175,6 +181,9 @@ class ModelRunner:
             turn.began.record()
         graphs, sampler, last = self._graphs, self.sampler, self.inputs.last_tokens
         shape = graphs.shape_for(plan) if graphs is not None else None
+        caches: Iterable[LayerCache] = self.caches
+        if self.copies is not None and self.copies.is_loading:
+            shape, caches = None, self.copies.layers()  # a graph would wait for all layers at once
         sampled, scored = None, {}
         if graphs is not None and shape is not None:
             rows = self.inputs.restage(plan, sampler.table, shape)
@@ -182,7 +191,7 @@ class ModelRunner:
         else:
             step = self.inputs.stage(plan, sampler.table)
             rows = step.sample_rows
-            hidden = self.model.forward(step.tokens, step.meta, self.caches)
+            hidden = self.model.forward(step.tokens, step.meta, caches)
             hidden = hidden[step.meta.logit_tokens]
             logits, drawn = self.model.logits(hidden[: len(rows)]), None
             scored = self._score(plan, hidden[len(rows) :])
