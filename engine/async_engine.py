@@ -369,6 +369,7 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         priority: int = 0,
+        client: str = "",
         namespace: tuple[str, ...] = (),
     ) -> Stream:
         """Queue a prompt of token ids.
@@ -411,6 +412,7 @@ class AsyncEngine:
             arrival_s=time.monotonic(),
             namespace=namespace,
             priority=priority,
+            client=client,
         )
         stream = self._streams[request_id] = Stream(self, request_id, tokens, params)
         self._unseen.append((params.n, len(tokens)))
@@ -425,12 +427,17 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        client: str = "",
         namespace: tuple[str, ...] = (),
     ) -> AsyncIterator[Output]:
         """Iterate over the output of a text or of token ids. Leaving the loop aborts."""
         tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
         stream = self.submit(
-            tokens, params or SamplingParams(), priority=priority, namespace=namespace
+            tokens,
+            params or SamplingParams(),
+            priority=priority,
+            client=client,
+            namespace=namespace,
         )
         async with contextlib.aclosing(stream):
             async for output in stream:
