@@ -317,6 +317,32 @@ class Ops(Protocol):
             the weights.
         """
 
+    def copy_pages(
+        self,
+        parts: Tensor,
+        max_page_bytes: int,
+        pages: Tensor,
+        records: int,
+        record_bytes: int,
+        rows: Tensor,
+        *,
+        to_pool: bool,
+        is_host: bool,
+    ) -> None:
+        """Copy pages of some pools to records that hold them side by side, or back.
+
+        Optional: without it the cache tiers copy through torch.
+
+        Args:
+            parts: int64 [num_parts, 3] on the device: a pool's address, its bytes a page, and the
+                page's offset in a record; all multiples of 16.
+            max_page_bytes: the largest of the bytes a page.
+            pages: int32 [n] page ids. rows: int32 [n], which record each page has. On the device.
+            records: address of record 0. record_bytes: of each, a multiple of 16.
+            to_pool: records to pages, else pages to records.
+            is_host: whether the records are in host memory that is registered with the device.
+        """
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """One token a row of logits float32 [rows, vocab].
 
@@ -391,9 +417,8 @@ class Provider(Protocol):
 
     One whose ops take a residual in float32, and should get it so, sets `float32_residual`.
 
-    One whose kernels compile at first use may have `warm(specs, dtype, page_size, device)`, called
-    once before serving with the kinds of attention layers of the model: it compiles, and loads,
-    what their steps can meet.
+    One whose kernels compile at first use may have `warm_steps(specs, dtype, page_size, device)`:
+    functions that launch, between them, what steps with these kinds of attention layers can meet.
     """
 
     name: str

@@ -9,7 +9,9 @@ Runs on: any (pure).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -55,6 +57,9 @@ FUSED_OPS = {
     "decoder_layer": tuple(op for op in OP_NAMES if op not in NOT_IN_A_LAYER),
 }
 
+# Ops that the engine can do without; present where any provider that can run has them.
+OPTIONAL_OPS = ("copy_pages",)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -74,12 +79,32 @@ class Backend:
     choices: Mapping[str, Choice]
     providers: tuple[Provider, ...]  # those that were chosen for an op
 
-    def warm(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int) -> None:
-        """Have the providers compile what steps with such attention layers need."""
+    def warm_steps(
+        self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int
+    ) -> list[Callable[[], None]]:
+        """What launches the kernels that steps with such attention layers can meet."""
         specs = tuple(specs)
-        for provider in self.providers:
-            if hasattr(provider, "warm"):
-                provider.warm(specs, dtype, page_size, self.runtime.device)
+        return [
+            step
+            for provider in self.providers
+            if hasattr(provider, "warm_steps")
+            for step in provider.warm_steps(specs, dtype, page_size, self.runtime.device)
+        ]
+
+    def warm(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int) -> None:
+        """Launch them, in threads: LLVM and ptxas work without the GIL.
+
+        Not to be called while a graph is captured.
+        """
+        device = self.runtime.device
+
+        def bind() -> None:  # a thread's current device is the first one
+            if device.index is not None:
+                importlib.import_module("torch").accelerator.set_device_index(device.index)
+
+        with ThreadPoolExecutor(os.cpu_count(), initializer=bind) as pool:
+            for done in [pool.submit(step) for step in self.warm_steps(specs, dtype, page_size)]:
+                done.result()
 
 
 class Row(NamedTuple):
@@ -106,7 +131,7 @@ def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Ba
         if name not in known:
             raise BackendError(f"unknown backend {name!r}, there are {', '.join(known)}")
         module, runtime = _open(known[name])
-        return _assemble(module, runtime, overrides or {})
+        return assemble(module, runtime, overrides or {})
     reasons = []
     for record in BACKENDS:
         try:
@@ -114,7 +139,7 @@ def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Ba
         except BackendError as error:
             reasons.append(str(error))
         else:
-            return _assemble(module, runtime, overrides or {})
+            return assemble(module, runtime, overrides or {})
     raise BackendError("no backend can run: " + "; ".join(reasons))
 
 
@@ -127,7 +152,7 @@ def describe() -> list[Row]:
         except BackendError as error:
             table.append(Row(record.name, "", "", "", str(error)))
             continue
-        for choice in _assemble(module, runtime, {}).choices.values():
+        for choice in assemble(module, runtime, {}).choices.values():
             for provider, reason in choice.passed_over.items():
                 table.append(Row(record.name, runtime.description, choice.op, provider, reason))
             table.append(Row(record.name, runtime.description, choice.op, choice.provider, ""))
@@ -144,7 +169,8 @@ def _open(record: BackendModule) -> tuple[ModuleType, DeviceRuntime]:
         raise BackendError(f"backend {record.name} cannot run here: {error}") from error
 
 
-def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str, str]) -> Backend:
+def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str, str]) -> Backend:
+    """Choose a provider for each op. Raises BackendError."""
     providers: list[Provider] = module.providers()
     reasons = {provider.name: provider.probe(runtime) for provider in providers}
     if unknown := set(overrides) - set(OP_NAMES):
@@ -182,6 +208,11 @@ def _assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str
         if whole is not None:
             methods[op] = getattr(whole, op)
             choices[op] = Choice(op, whole.name, {})
+    for op in OPTIONAL_OPS:
+        best = next((p for p in providers if hasattr(p, op) and not reasons[p.name]), None)
+        if best is not None:
+            methods[op] = getattr(best, op)
+            choices[op] = Choice(op, best.name, {})
     used = {choice.provider for choice in choices.values()}
     chosen = tuple(provider for provider in providers if provider.name in used)
     methods["float32_residual"] = all(getattr(p, "float32_residual", False) for p in chosen)

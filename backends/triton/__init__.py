@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("triton") is not None:
     import triton
 
-    from . import attention, fused, moe, sampling, warm
+    from . import attention, fused, moe, page_copies, sampling, warm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
     from torch import Tensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TritonOps:
-    """The ops that have a kernel here. A kernel compiles when it is first used, or in `warm`."""
+    """The ops that have a kernel here. A kernel compiles when it is first used, or in `warm_steps`."""
 
     name = "triton"
 
@@ -44,15 +44,15 @@ class TritonOps:
             return "triton has no CPU target"
         return None
 
-    def warm(
+    def warm_steps(
         self,
         specs: Iterable[AttentionSpec],
         dtype: torch.dtype,
         page_size: int,
         device: torch.device,
-    ) -> None:
-        """See `warm.warm_attention`."""
-        warm.warm_attention(specs, dtype, page_size, device)
+    ) -> list[Callable[[], None]]:
+        """See `warm.attention_steps`."""
+        return warm.attention_steps(specs, dtype, page_size, device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `fused.rms_norm`."""
@@ -105,3 +105,27 @@ class TritonOps:
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """See `sampling.sample`."""
         return sampling.sample(logits, rows)
+
+    def copy_pages(
+        self,
+        parts: Tensor,
+        max_page_bytes: int,
+        pages: Tensor,
+        records: int,
+        record_bytes: int,
+        rows: Tensor,
+        *,
+        to_pool: bool,
+        is_host: bool,
+    ) -> None:
+        """See `page_copies.copy_pages`."""
+        page_copies.copy_pages(
+            parts,
+            max_page_bytes,
+            pages,
+            records,
+            record_bytes,
+            rows,
+            to_pool=to_pool,
+            is_host=is_host,
+        )

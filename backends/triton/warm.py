@@ -1,15 +1,14 @@
-"""Compiles, before a model serves, the attention kernels that it can meet.
+"""The attention kernels that a model can meet, as launches on tiny batches.
 
 A kernel is compiled when it is first launched, which stalls a server for a second or two. Its
-variants are few, because sizes that change from step to step are not compiled in: here each is
-launched once on a tiny batch, from threads, since LLVM and ptxas work without the GIL.
+variants are few, because sizes that change from step to step are not compiled in: each is launched
+once here, before the model serves.
 
-Runs on: gpu.
+Runs on: gpu, worker.
 """
 
-import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,19 +21,12 @@ from .extend import DENSE_MIN_TOKENS, SHORT_QUERIES
 CONTEXT = 256  # tokens; of every row, all in page 0
 
 
-def warm_attention(
+def attention_steps(
     specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int, device: torch.device
-) -> None:
-    """Compile and load what decode and extend steps need, for layers of these kinds.
+) -> list[Callable[[], None]]:
+    """What decode and extend steps launch, for layers of these kinds, each once."""
 
-    Not to be called while a graph is captured.
-    """
-
-    def bind() -> None:  # a thread's current device is the first one
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)
-
-    def run(
+    def step(
         spec: AttentionSpec, num_rows: int, q_len: int, splits: int | None, is_shared: bool
     ) -> None:
         meta = _batch(num_rows, q_len, page_size, device, is_shared)
@@ -49,10 +41,7 @@ def warm_attention(
             steps += [(spec, rows, 1, None, is_shared) for rows in (1, PLAN_ROWS[-1])]
         for q_len in (2, 2 * SHORT_QUERIES, DENSE_MIN_TOKENS):
             steps += [(spec, 1, q_len, splits, False) for splits in (1, 2)]
-    with ThreadPoolExecutor(os.cpu_count(), initializer=bind) as pool:
-        runs = [pool.submit(run, *step) for step in steps]
-        for done in runs:
-            done.result()
+    return [partial(step, *arguments) for arguments in steps]
 
 
 def _batch(

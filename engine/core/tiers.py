@@ -170,7 +170,7 @@ class Tiers:
         write_hits: int = 2,
         stores: tuple[str, ...] = (),
         prefetch_s: float = 2.0,
-        min_prefetch_tokens: int = 256,
+        min_prefetch_tokens: int = 64,
         max_load_pages: int = 64,
         max_saving: int = 64,
     ):
@@ -388,8 +388,8 @@ class Tiers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is still to be copied, or being copied."""
-        return bool(self._in_flight or self._to_save or self._to_put)
+        """Whether pages are still on their way to the host or to a store."""
+        return bool(self._to_save or self._to_put or self._num_saving or self._num_putting)
 
     def take_orders(self) -> list[Order]:
         """What is to be copied now, in order."""

@@ -324,11 +324,9 @@ def _runs(values: np.ndarray) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def drain(
-    tiers: Tiers, copies: KVCopies, inbox: queue.SimpleQueue[Any], timeout_s: float = CLOSE_S
-) -> None:
-    """At the end of serving: wait until what is to be kept is kept, or the time is over."""
-    deadline = time.monotonic() + timeout_s
+def drain(tiers: Tiers, copies: KVCopies, inbox: queue.SimpleQueue[Any]) -> None:
+    """At the end of serving: wait until what is to be kept is kept, CLOSE_S at most."""
+    deadline = time.monotonic() + CLOSE_S
     while tiers.is_busy and (left := deadline - time.monotonic()) > 0:
         copies.submit(tiers.take_orders())
         try:

@@ -25,7 +25,7 @@ if triton.knobs.runtime.interpret:
 
 from compile_only import TARGETS, CompileOnly
 
-from stoker.backends.triton import TritonOps, attention, fused, linear, moe, sampling
+from stoker.backends.triton import TritonOps, attention, fused, linear, moe, page_copies, sampling
 from stoker.backends.triton.flash import Tile
 
 HAS_DOT = {"_decode", "_extend", "_shared_prefix", "_grouped"}
@@ -131,6 +131,14 @@ def launch_experts(
     moe.experts(meta_tensor(num_tokens, hidden, dtype=dtype), ids, scales, packed)
 
 
+def launch_page_copies():
+    parts, rows = meta_tensor(2, 3, dtype=torch.int64), meta_tensor(500)
+    for to_pool in (False, True):
+        page_copies.copy_pages(
+            parts, 1 << 18, rows, 1 << 40, 1 << 23, rows, to_pool=to_pool, is_host=to_pool
+        )
+
+
 def launch_sampling(*, greedy: bool):
     column = meta_tensor(64, dtype=torch.float32)
     sampling.sample(
@@ -160,6 +168,7 @@ def test_kernels_compile(target):
         lambda: launch_attention(AttentionSpec(16, 8, 256, 0.0625, 4096, 50.0), torch.bfloat16),
         lambda: launch_rest(torch.bfloat16, NATIVE_FP8.get(target, torch.bfloat16)),
         lambda: launch_sampling(greedy=False),
+        launch_page_copies,
         lambda: launch_linear(1, 4096, has_norm=False),
         lambda: launch_linear(1, 28672, has_norm=True, gate="silu"),
         lambda: launch_linear(8, 28672, has_norm=True, gate="silu"),
@@ -182,7 +191,7 @@ def test_kernels_compile(target):
     names = {kernel.name for kernel in compiled.kernels}
     assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_linear",
                                "_sample", "_route", "_pair_gate_up", "_pair_down", "_count",
-                               "_place", "_sum_parts"}  # fmt: skip
+                               "_place", "_sum_parts", "_copy_pages"}  # fmt: skip
     for kernel in compiled.kernels:
         assert kernel.num_threads <= 1024, kernel
         if kernel.name in HAS_DOT and not kernel.is_float32:
@@ -205,7 +214,8 @@ def test_a_warm_server_compiles_nothing(page_size):
     """Steps of many sizes, after the warm-up, launch only what it compiled."""
     spec = AttentionSpec(32, 8, 128, 128**-0.5)
     with CompileOnly("sm_90") as compiled:
-        TritonOps().warm([spec], torch.bfloat16, page_size, torch.device("meta"))
+        for step in TritonOps().warm_steps([spec], torch.bfloat16, page_size, torch.device("meta")):
+            step()
         warmed = len(compiled.kernels)
         for num_decode, q_lens in (
             (1, []), (7, []), (33, []), (256, []), (257, []), (1000, []), (0, [2]), (0, [17]),

@@ -25,6 +25,7 @@ SELECTIONS = {
     "sample": ("test_contract.py", "(sample or greedy) and not distribution"),
     "more": ("triton_cases.py", ""),
     "linear": ("triton_linear_cases.py", ""),
+    "pages": ("triton_page_cases.py", ""),
     "moe": ("triton_moe_cases.py", ""),
     "experts": ("test_contract.py", "(experts and not float16) or test_route or logits"),
 }  # fmt: skip

@@ -211,7 +211,9 @@ def random_engine(seed: int, *, num_actions: int = 30, **kw) -> TieredEngine:
                 prompt_logprobs=rng.choice([None, None, None, None, 1]),
             )
         elif action < 0.93 and engine.adds:
-            engine.scheduler.handle(core.Abort(rng.choice(list(engine.adds)), rng.choice([None, 0])))
+            engine.scheduler.handle(
+                core.Abort(rng.choice(list(engine.adds)), rng.choice([None, 0]))
+            )
         elif action < 0.95:
             engine.scheduler.handle(core.Flush(0))
         engine.num_events += 1
