@@ -11,14 +11,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from aiohttp import web
 
 from .errors import RateLimited, error_response
+from .openapi import Route
 from .serving import CALLER, SERVER
 from .settings import ServerConfig
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-OPEN_ROUTES = frozenset(("/health", "/ready", "/metrics"))  # served without a key
-ADMIN_ROUTES = frozenset(("/flush_cache",))
-WORK_ROUTES = frozenset(("/v1/chat/completions", "/v1/completions", "/generate"))  # rate-limited
 
 
 class Access:
@@ -26,20 +23,22 @@ class Access:
 
     __middleware_version__ = 1
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, routes: Iterable[Route]):
+        self.routes = {(route.method, route.template): route for route in routes}
         self.keys = [_digest(key) for key in config.keys()]
         self.admin_keys = [_digest(config.admin_key)] if config.admin_key else []
         self.limit = RateLimit(config.rate_limit) if config.rate_limit else None
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource else None
+        resource = request.match_info.route.resource  # None where nothing matched
+        method = "GET" if request.method == "HEAD" else request.method
+        route = self.routes.get((method, resource.canonical)) if resource else None
         digest = _digest(_bearer(request.headers.get("Authorization", "")))
         is_admin = _is_any(digest, self.admin_keys)
         is_locked = bool(self.keys or self.admin_keys)
         caller = request[CALLER]
         caller.is_admin = is_admin or not is_locked
-        if path in OPEN_ROUTES:
+        if route and route.access == "open":
             return await handler(request)
         has_key = not self.keys or _is_any(digest, self.keys) or is_admin
         if not has_key:
@@ -48,11 +47,11 @@ class Access:
                 401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if path in ADMIN_ROUTES and not caller.is_admin:
+        if route and route.access == "admin" and not caller.is_admin:
             return error_response("this route needs the admin key (--admin-key)", 403)
         if self.keys:
             caller.key_digest = digest.hex()
-            if self.limit and path in WORK_ROUTES and not is_admin:
+            if self.limit and route and route.is_work and not is_admin:
                 self.limit.take(digest, time.monotonic())
         return await handler(request)
 

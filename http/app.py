@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ..engine.api.errors import EngineError, StokerError
-from . import native_api, openai_api
 from .access import Access, Handler, allowed_origin, preflight
 from .cli import EXIT_ENGINE_DEAD
 from .connection import PRODUCT, make_runner, tls
 from .errors import error_response, stoker_response
 from .logs import REQUEST_ID
+from .openapi import ROUTES
+from .routes import TABLE
 from .serving import CALLER, SERVER, Caller, Server, new_id
 from .settings import ServerConfig
 
@@ -33,38 +34,21 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-ROUTES = (
-    ("POST", "/v1/chat/completions", openai_api.chat_completions),
-    ("POST", "/v1/completions", openai_api.completions),
-    ("GET", "/v1/models", openai_api.list_models),
-    ("GET", "/v1/models/{id:.+}", openai_api.retrieve_model),
-    ("POST", "/generate", native_api.generate),
-    ("POST", "/tokenize", native_api.tokenize),
-    ("POST", "/detokenize", native_api.detokenize),
-    ("POST", "/abort_request", native_api.abort),
-    ("POST", "/abort", native_api.abort),
-    ("POST", "/flush_cache", native_api.flush_cache),
-    ("GET", "/server_info", native_api.server_info),
-    ("GET", "/version", native_api.show_version),
-    ("GET", "/health", native_api.health),
-    ("GET", "/ready", native_api.ready),
-    ("GET", "/metrics", native_api.metrics),
-)
-
 
 def make_app(engine: "AsyncEngine", config: ServerConfig) -> web.Application:
     """The application that serves this engine. Raises StartError for a bad key file."""
     server = Server(engine, config)
     app = web.Application(
         client_max_size=config.max_body_bytes,
-        middlewares=[_errors_as_json, preflight, Access(config)],
+        middlewares=[_errors_as_json, preflight, Access(config, TABLE)],
     )
     app[SERVER] = server
-    for method, path, handler in ROUTES:
-        if method == "GET":
-            app.router.add_get(path, handler)  # and HEAD
+    app[ROUTES] = TABLE
+    for route in TABLE:
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler)  # and HEAD
         else:
-            app.router.add_post(path, handler)
+            app.router.add_post(route.path, route.handler)
 
     async def ticking(_: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(server.tick())

@@ -10,10 +10,18 @@ Runs on: any (pure).
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from ..engine.api.errors import RequestError
 from ..engine.api.sampling_params import (
+    LIMITS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -50,6 +58,20 @@ REFUSED = {
 }
 
 TokenIds = list[int]
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _IDS_SCHEMA,
+        {
+            "type": "array",
+            "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS_SCHEMA]},
+            "minItems": 1,
+            "maxItems": MAX_PROMPTS,
+        },
+    ],
+    "description": "a text, token ids, or a list of either",
+}
 
 
 class Wire(BaseModel):
@@ -65,21 +87,27 @@ class StreamOptions(Wire):
     continuous_usage_stats: bool | None = None
 
 
+def _limited(name: str) -> Any:
+    """A field with limits that are stated here and checked in `SamplingParams.validate`."""
+    low, high = LIMITS[name]
+    return Field(None, json_schema_extra={"minimum": low, "maximum": high})
+
+
 class SamplingFields(Wire):
     """What chat, completions and their extensions share."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = _limited("temperature")
+    top_p: float | None = _limited("top_p")
     top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = _limited("min_p")
+    presence_penalty: float | None = _limited("presence_penalty")
+    frequency_penalty: float | None = _limited("frequency_penalty")
+    repetition_penalty: float | None = _limited("repetition_penalty")
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
-    seed: int | None = None
+    seed: int | None = _limited("seed")
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = (
         None
     )
@@ -327,7 +355,7 @@ class ChatRequest(SamplingFields, ChatFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt` is a list of prompts after validation."""
 
-    prompt: list[str | TokenIds]
+    prompt: Annotated[list[str | TokenIds], WithJsonSchema(PROMPT_SCHEMA)]
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

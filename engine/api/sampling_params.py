@@ -14,6 +14,18 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+LIMITS = {  # both ends included, except top_p's 0, where it would keep nothing
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 2.0),
+    "n": (1, MAX_N),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it would overflow
 
 
@@ -86,13 +98,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise RequestError(f"{name} must be an integer, got {value!r:.80}", param=name)
-        _in_range("temperature", self.temperature, 0.0, 2.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 2.0)
-        _in_range("n", self.n, 1, MAX_N)
+        for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None:
+                _in_range(name, value, low, high, open_low=name == "top_p")
         if self.top_k < -1:
             raise RequestError(f"top_k must be -1, 0 or positive, got {self.top_k}", param="top_k")
         if self.max_tokens is not None:
@@ -100,12 +109,6 @@ class SamplingParams:
             _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         else:
             _in_range("min_tokens", self.min_tokens, 0, 2**31)
-        if self.seed is not None:
-            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _in_range(name, value, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"stop has {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}", param="stop"

@@ -6,7 +6,7 @@ import json
 import pytest
 from served import CHAT, TEXT, Served, chat, text
 
-from stoker.http.app import ROUTES
+from stoker.http.routes import TABLE
 
 KEY, OTHER, ADMIN = "key-one", "key-twö", "key-admin"
 
@@ -17,7 +17,7 @@ def bearer(key: str) -> dict[str, str]:
 
 async def test_every_route_but_three_needs_a_key():
     async with Served(api_key=(KEY,), admin_key=ADMIN) as s:
-        for method, path, _ in ROUTES:
+        for method, path, *_ in TABLE:
             reply = await s.request(method, path.replace("{id:.+}", "fake/model"), {})
             if path in ("/health", "/ready", "/metrics"):
                 assert reply.status == 200
@@ -132,7 +132,7 @@ async def test_a_key_aborts_only_its_own_requests():
 
 async def test_no_route_shows_a_secret():
     async with Served(api_key=(KEY, "k-second"), admin_key=ADMIN, access_log=True) as s:
-        for method, path, _ in ROUTES:
+        for method, path, *_ in TABLE:
             if method == "GET":
                 path = path.replace("{id:.+}", "fake/model")
                 reply = await s.get(path, headers=bearer(ADMIN))
