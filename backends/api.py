@@ -71,8 +71,8 @@ class BatchMeta:
         tree_mask: bool [sum of q_len * kv_len], row after row, for verification; None is causal.
         shared: pages that several decode rows begin with. A kernel may read such a prefix once
             for all of them; ignoring it is correct too.
-        plans: what a provider derives from this description, keyed by the provider's name, so
-            that every layer uses it again.
+        plans: what a provider derives from this description, keyed by the provider's name (and
+            more, where it likes), so that every layer uses it again.
     """
 
     num_rows: int
@@ -92,7 +92,7 @@ class BatchMeta:
     max_kv_len: int
     tree_mask: Tensor | None = None
     shared: SharedPrefixes | None = None
-    plans: dict[str, Any] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +202,12 @@ class Ops(Protocol):
         float32_residual: the residual stream, alone, is to be float32 where activations are not:
             what many layers add up in bfloat16 loses digits that decide between near ties. Ops
             that say x is a residual take it so, and round what they norm to the weight's type.
+        replan: where attention needs it, called with a captured step's batch and its rows'
+            context lengths of this time (host ints, without padding) before each replay.
     """
 
     float32_residual: bool
+    replan: Callable[[BatchMeta, np.ndarray], None] | None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Bring a weight [out, in] into the form that `linear` wants. Called once, at load."""

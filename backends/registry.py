@@ -9,6 +9,7 @@ Runs on: any (pure).
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from .api import AttentionSpec, DeviceRuntime, Ops, Provider
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,49 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A device and its ops. `ops` holds bound methods, so that a call costs no look-up."""
+    """A device and its ops. `ops` holds bound methods, so that a call costs no look-up.
+
+    Attributes:
+        providers: those that were chosen for an op.
+        attention: those that can serve `attend`, best first.
+        is_forced: whether the first of these was asked for.
+    """
 
     runtime: DeviceRuntime
     ops: Ops
-    choices: Mapping[str, Choice]
-    providers: tuple[Provider, ...]  # those that were chosen for an op
+    choices: dict[str, Choice]
+    providers: tuple[Provider, ...]
+    attention: tuple[Provider, ...]
+    is_forced: bool
+
+    def settle(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int) -> None:
+        """Have providers say, now that the model is known, whether they serve its attention.
+
+        Raises:
+            BackendError: the one that was asked for does not.
+        """
+        specs = tuple(specs)
+        passed_over = dict(self.choices["attend"].passed_over)
+        for provider in self.attention:
+            reason = None
+            if hasattr(provider, "settle"):
+                reason = provider.settle(
+                    specs, dtype, page_size, self.runtime, is_forced=self.is_forced
+                )
+            if reason is None:
+                break
+            if self.is_forced:
+                raise BackendError(
+                    f"attend of backend {self.runtime.name} cannot come from {provider.name}: "
+                    + reason
+                )
+            passed_over[provider.name] = reason
+        self.choices["attend"] = Choice("attend", provider.name, passed_over)
+        ops: Any = self.ops
+        ops.attend = getattr(provider, "attend")  # noqa: B009 - a provider may have only some ops
+        ops.replan = getattr(provider, "replan", None)
+        reasons = "".join(f"; {name}: {reason}" for name, reason in passed_over.items())
+        logger.info("attention by %s%s", provider.name, reasons)
 
     def warm_steps(
         self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int
@@ -143,6 +184,24 @@ def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Ba
     raise BackendError("no backend can run: " + "; ".join(reasons))
 
 
+def build(name: str, specs: Iterable[AttentionSpec], dtype: torch.dtype) -> list[str]:
+    """Have the providers of a backend build, ahead, what a model with such layers needs.
+
+    Returns:
+        What was built.
+
+    Raises:
+        BackendError: the backend cannot run here.
+    """
+    specs = tuple(specs)
+    module, _ = _open({record.name: record for record in BACKENDS}[name])
+    built = []
+    for provider in module.providers():
+        if hasattr(provider, "build"):
+            built += provider.build(specs, dtype)
+    return built
+
+
 def describe() -> list[Row]:
     """What each backend would use here, and why not the rest."""
     table = []
@@ -178,6 +237,7 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     methods: dict[str, Any] = {}
     choices = {}
     layout = ""
+    attention: tuple[Provider, ...] = ()
     for group in OP_GROUPS:
         forced = next((overrides[op] for op in group if op in overrides), None)
         passed_over: dict[str, str] = {}
@@ -199,6 +259,10 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
             )
         if group == ("attend",):
             layout = _layout(provider)
+            attention = (provider,)
+            if forced is None:
+                able = [p for p in providers if hasattr(p, "attend") and not reasons[p.name]]
+                attention = tuple(p for p in able if _layout(p) == layout)
         for op in group:
             methods[op] = getattr(provider, op)
             choices[op] = Choice(op, provider.name, passed_over)
@@ -216,7 +280,9 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     used = {choice.provider for choice in choices.values()}
     chosen = tuple(provider for provider in providers if provider.name in used)
     methods["float32_residual"] = all(getattr(p, "float32_residual", False) for p in chosen)
-    return Backend(runtime, cast("Ops", SimpleNamespace(**methods)), choices, chosen)
+    methods["replan"] = None
+    ops = cast("Ops", SimpleNamespace(**methods))
+    return Backend(runtime, ops, choices, chosen, attention, "attend" in overrides)
 
 
 def _layout(provider: Provider) -> str:

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from ..api import BackendError
+from ..cache import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
@@ -28,13 +29,6 @@ FLAGS = (
 TIMEOUT_S = 120
 
 logger = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    if chosen := os.environ.get("STOKER_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stoker"
 
 
 def load(cpu: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..api import BackendError
 from ..reference import ReferenceOps
 from ..triton import TritonOps
+from .flashinfer import FlashInferOps
 
 if has_triton := importlib.util.find_spec("triton") is not None:
     from ..triton import linear
@@ -67,18 +68,53 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Warm a function up on the stream that captures it, capture it, return what replays it."""
-        stream = torch.cuda.Stream(self.device)
+        """Capture a function, return what replays it.
+
+        The first runs once before, which makes cuBLAS's handle and workspace. Of the others only
+        those that cannot be captured at once do so: they need a library's kernel to be loaded.
+        """
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+            self._capture_stream = torch.cuda.Stream(self.device)
+            self._run_beside(function)
+        try:
+            return self._capture(function)
+        except RuntimeError:
+            self._run_beside(function)
+            return self._capture(function)
+
+    def _run_beside(self, function: Callable[[], None]) -> None:
+        stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             function()
-            if self._graph_pool is None:
-                self._graph_pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
-                function()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def _capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._capture_stream):
+            function()
         return graph.replay
+
+
+class AbsentCuda(CudaRuntime):
+    """A device that is described and not there: its tensors have no memory (torch's meta device).
+
+    What would be captured is kept in `captured`.
+    """
+
+    is_async = False
+
+    def __init__(self, capability: tuple[int, int], num_cores: int) -> None:
+        self.device = torch.device("meta")
+        self.capability, self.num_cores = capability, num_cores
+        self.description = f"absent, sm_{capability[0]}{capability[1]}"
+        self.captured: list[Callable[[], None]] = []
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Keep the function."""
+        self.captured.append(function)
+        return function
 
 
 class PackedLinear(NamedTuple):
@@ -175,4 +211,4 @@ def runtime() -> CudaRuntime:
 
 def providers() -> list[Provider]:
     """Best first."""
-    return [TritonOps(), CublasOps(), ReferenceOps()]
+    return [FlashInferOps(), TritonOps(), CublasOps(), ReferenceOps()]
