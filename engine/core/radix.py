@@ -205,6 +205,15 @@ class RadixTree:
                 self._offer(walk)
             walk = walk.parent
 
+    def num_held_alone(self, node: Node) -> int:
+        """How many pages could be evicted after one `unlock`."""
+        num_pages = 0
+        walk: Node | None = node
+        while walk is not None and walk.lock_count == 1:
+            num_pages += len(walk.pages)
+            walk = walk.parent
+        return num_pages
+
     def evict(self, num_pages: int) -> np.ndarray:
         """Forget up to num_pages pages; returns their ids, int32, fewer where locks forbid more.
 

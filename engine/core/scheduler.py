@@ -253,6 +253,8 @@ class Scheduler:
         retractions = self._retractions
         if self._preemption_gap is not None and self.waiting:
             self._preempt(self._preemption_gap)
+            if not self._in_flight:  # no token of theirs is on its way: admissions may go on
+                retractions = self._retractions
         while True:
             decode, new_pages = self._plan_decode()
             budget = self._budget(decode)
@@ -414,7 +416,7 @@ class Scheduler:
     def _preempt(self, gap: int) -> None:
         """Retract requests of lower priority, the newest first, if the next one needs their place.
 
-        Only if that is enough. Admissions go on with the next plan.
+        Only if that is enough.
         """
         head = next(self._candidates(), None)
         if head is None:
@@ -437,7 +439,9 @@ class Scheduler:
             slot = victim.slot
             num_left = slots.limit[slot : slot + 1] - slots.length[slot]
             num_own = max(int(slots.length[slot]), int(slots.capacity[slot])) - victim.num_shared
-            shortage -= num_own + self._reserve.tokens(num_left)
+            assert victim.node is not None
+            num_freed = self.tree.num_held_alone(victim.node) * self.page_size
+            shortage -= num_own + num_freed + self._reserve.tokens(num_left)
         if shortage <= 0:
             for victim in chosen:
                 self._retract(victim)

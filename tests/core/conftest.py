@@ -15,7 +15,12 @@ from stoker.engine.core.request import derive_seed
 from stoker.engine.core.scheduler import Scheduler
 
 VOCAB = 50
-ADD_FIELDS = ("client", "grammar", "priority")  # of Engine.add, beside the sampling parameters
+ADD_FIELDS = (
+    "client",
+    "grammar",
+    "pin",
+    "priority",
+)  # of Engine.add, beside the sampling parameters
 MASK = 2**64 - 1
 
 
@@ -349,6 +354,9 @@ def random_engine(seed: int, **kw) -> Engine:
                 namespace=namespace,
                 prompt_logprobs=rng.choice([None, None, None, 1]),
                 grammar=rng.choice([None, None, 0, 2]),
+                priority=rng.choice([0, 0, 3, -1]),
+                client=rng.choice("ab"),
+                pin=rng.choice([0, 0, 0, 1]),
             )
         elif action < 0.9 and engine.adds:
             choice = rng.choice([None, None, 0, 1])

@@ -90,6 +90,19 @@ def test_lock_protects_the_path_and_split_inherits_it(tree):
     assert list(tree.nodes()) == [] and tree.num_evicted == 5
 
 
+def test_what_one_lock_alone_holds():
+    tree = RadixTree(1)
+    left, _, _ = insert(tree, ids(1, 2, 3, 4), 10)
+    right, _, _ = insert(tree, ids(1, 2, 5), 20)
+    tree.lock(left)
+    assert tree.num_held_alone(left) == 4
+    tree.lock(right)
+    assert (tree.num_held_alone(left), tree.num_held_alone(right)) == (2, 1)
+    tree.unlock(left)
+    tree.unlock(right)
+    assert tree.num_held_alone(left) == 0
+
+
 def test_the_least_recently_used_leaf_goes_first():
     tree = RadixTree(1)
     for i in range(3):

@@ -15,7 +15,8 @@ from hypothesis.stateful import (
 )
 
 from stoker.engine.api.messages import Abort, Flush
-from stoker.engine.core import shared_prefix
+from stoker.engine.core import eviction, policy, shared_prefix
+from stoker.engine.core.fairness import FairShares
 
 TRUNK_LEN = 40
 
@@ -36,11 +37,21 @@ def machine(core):
             max_step_tokens=st.sampled_from([1, 5, 32]),
             use_radix=st.sampled_from([True, True, True, False]),
             conservativeness=st.sampled_from([0.1, 1.0, 3.0]),
+            policy_name=st.sampled_from(sorted(policy.POLICIES)),
+            eviction_name=st.sampled_from([*sorted(eviction.POLICIES), "tlru"]),
+            preemption_gap=st.sampled_from([None, 1, 2]),
+            is_fair=st.booleans(),
         )
-        def begin(self, pool_tokens, page_size, **config):
+        def begin(self, pool_tokens, page_size, policy_name, eviction_name, is_fair, **config):
             self.pool_tokens = pool_tokens
+            rules = {**eviction.POLICIES, "tlru": eviction.tlru(8, 4, page_size)}
             self.engine = core.Engine(
-                page_size=page_size, num_pages=pool_tokens // page_size + 1, **config
+                page_size=page_size,
+                num_pages=pool_tokens // page_size + 1,
+                policy=policy.POLICIES[policy_name],
+                eviction=rules[eviction_name],
+                shares=FairShares({"a": 2.0}) if is_fair else None,
+                **config,
             )
 
         @rule(
@@ -53,6 +64,9 @@ def machine(core):
             namespace=st.integers(0, 1),
             prompt_logprobs=st.sampled_from([None, None, 2]),
             grammar=st.sampled_from([None, None, 0, 3]),
+            priority=st.integers(-1, 2),
+            client=st.sampled_from("ab"),
+            pin=st.integers(0, 1),
         )
         def add(self, shared, own, max_tokens, **params):
             self.send([i % core.VOCAB for i in range(shared)] + own, max_tokens, params)
