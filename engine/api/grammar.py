@@ -1,0 +1,46 @@
+"""What an output must match, as a request says it.
+
+Runs on: any (pure).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What may come before the structure, free.
+
+    Attributes:
+        ends: the structure begins behind the token that completes one of these texts.
+        begin_ids: where the prompt has not opened the reasoning, the tokens that do. An output that
+            begins with another is the structure from there on.
+        is_open: the output begins inside of the reasoning.
+    """
+
+    ends: tuple[str, ...]
+    begin_ids: tuple[int, ...] = ()
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar before it is compiled.
+
+    Attributes:
+        kind: how to read `source`.
+        source: JSON text of the schema, of the list of choices, or of the structural tag; else the
+            regular expression (of the whole output) or the grammar in GBNF.
+        reasoning: what may come before it, unconstrained.
+        param: the request's field, for errors.
+    """
+
+    kind: GrammarKind
+    source: str
+    reasoning: Reasoning | None = None
+    param: str = field(default="response_format", compare=False)
+
+
+JSON_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')

@@ -1,0 +1,340 @@
+"""Grammars for this process: checked, compiled in workers under a deadline, kept by size.
+
+Blocking calls for pool threads; the event loop awaits them. A request that waits here is not in the
+scheduler: it holds nothing and delays nobody.
+
+Runs on: pool.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...api.errors import Overloaded, RequestError
+from ...api.grammar import GrammarSpec, Reasoning
+from . import regex, schema, structural_tag
+from .api import Backend, Compiled, GrammarError, Matcher, Vocabulary
+from .gate import Gate
+from .worker import LENGTH, make_backend, pack_vocabulary, write_frame
+
+BackendName = Literal["xgrammar", "llguidance"]
+
+MAX_SOURCE_BYTES = 256 << 10
+MAX_NESTING = 200  # brackets of a source, whatever they mean
+MAX_COMPILED_BYTES = 64 << 20
+MAX_FAILURES = 256  # remembered, so that a bad schema costs its deadline once
+START_S = 30.0  # to start a worker; it is no request's fault when a machine is slow
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a request carries into the engine: compiled, and when it begins."""
+
+    compiled: Compiled
+    vocabulary: Vocabulary
+    reasoning: Reasoning | None = None
+
+    def matcher(self) -> Matcher:
+        """For one sequence, at its beginning."""
+        inner = self.compiled.matcher()
+        if self.reasoning is None:
+            return inner
+        texts = self.vocabulary.texts
+        return Gate(inner, self.reasoning, self.vocabulary.stop_ids, texts.__getitem__)
+
+
+class _Killed(Exception):
+    """The worker ran into the deadline, or crashed."""
+
+
+class _Worker:
+    """One compile process and the pipe to it."""
+
+    def __init__(self, vocabulary: bytes):
+        path = os.pathsep.join(p for p in sys.path if p)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        self._received = bytearray()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stdout, selectors.EVENT_READ)
+        try:
+            write_frame(self._stdin, vocabulary)
+            if self._read(time.monotonic() + START_S) != b"ready":
+                raise _Killed
+        except (OSError, _Killed):
+            self.kill()
+            raise RuntimeError("the grammar worker does not start") from None
+
+    @property
+    def _stdin(self) -> Any:
+        return self._process.stdin
+
+    @property
+    def _stdout(self) -> Any:
+        return self._process.stdout
+
+    def _read(self, deadline: float) -> bytes:
+        (length,) = LENGTH.unpack(self._take(LENGTH.size, deadline))
+        return self._take(length, deadline)
+
+    def _take(self, size: int, deadline: float) -> bytes:
+        while len(self._received) < size:
+            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+                raise _Killed
+            data = os.read(self._stdout.fileno(), 1 << 20)
+            if not data:
+                raise _Killed
+            self._received += data
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+    def compile(self, request: dict[str, Any], deadline: float) -> bytes:
+        """Raises GrammarError with the library's reason, or _Killed."""
+        try:
+            write_frame(self._stdin, json.dumps(request).encode())
+        except OSError:
+            raise _Killed from None
+        answer = json.loads(self._read(deadline))
+        payload = self._read(deadline)
+        if answer["error"] is not None:
+            raise GrammarError(answer["error"])
+        return payload
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._selector.close()
+        self._stdin.close()
+        self._stdout.close()
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer.
+
+    Args:
+        vocabulary: of the model.
+        backend: the library that is tried first.
+        timeout_s: from the call to the answer, waiting for a worker included.
+        num_workers: processes at most; each starts with the first request that needs it.
+        cache_bytes: compiled grammars that are kept, the longest unused go first.
+
+    Attributes:
+        num_hits, num_misses: of the cache. seconds: spent on misses.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        backend: BackendName,
+        *,
+        timeout_s: float,
+        num_workers: int = 2,
+        cache_bytes: int = 256 << 20,
+    ):
+        self.num_hits = 0
+        self.num_misses = 0
+        self.seconds = 0.0
+        self._vocabulary = vocabulary
+        self._order: tuple[BackendName, BackendName] = (
+            ("xgrammar", "llguidance") if backend == "xgrammar" else ("llguidance", "xgrammar")
+        )
+        self._timeout_s = timeout_s
+        self._cache_bytes = cache_bytes
+        self._cached_bytes = 0
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        self._failures: OrderedDict[tuple[str, str], RequestError] = OrderedDict()
+        self._running: dict[tuple[str, str], Future[Compiled]] = {}
+        self._backends: dict[str, Backend] = {}
+        self._idle: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="stoker-grammar")
+        self._is_closed = False
+
+    def submit(self, spec: GrammarSpec) -> Future[Compiled]:
+        """The compiled grammar, now or later. Equal sources that wait are compiled once.
+
+        The future raises RequestError (400) where the source is wrong, cannot be enforced or takes
+        too long, Overloaded where no worker gets to it in time.
+        """
+        key = (spec.kind, spec.source)
+        with self._lock:
+            if (compiled := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                self.num_hits += 1
+                done: Future[Compiled] = Future()
+                done.set_result(compiled)
+                return done
+            if (error := self._failures.get(key)) is not None:
+                self._failures.move_to_end(key)
+                done = Future()
+                done.set_exception(RequestError(error.message, param=spec.param, code=error.code))
+                return done
+            if (running := self._running.get(key)) is not None:
+                return running
+            self.num_misses += 1
+            deadline = time.monotonic() + self._timeout_s
+            future = self._running[key] = self._threads.submit(self._compile, spec, key, deadline)
+            return future
+
+    def close(self) -> None:
+        """End the workers."""
+        with self._lock:
+            self._is_closed = True
+            workers, self._idle = self._idle, []
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, spec: GrammarSpec, key: tuple[str, str], deadline: float) -> Compiled:
+        began = time.monotonic()
+        try:
+            compiled = self._checked(spec, deadline)
+        except RequestError as error:
+            with self._lock:
+                self._failures[key] = error
+                if len(self._failures) > MAX_FAILURES:
+                    self._failures.popitem(last=False)
+            raise
+        else:
+            with self._lock:
+                self._cache[key] = compiled
+                self._cached_bytes += compiled.num_bytes + len(spec.source)
+                while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+                    (_, source), dropped = self._cache.popitem(last=False)
+                    self._cached_bytes -= dropped.num_bytes + len(source)
+            return compiled
+        finally:
+            with self._lock:
+                del self._running[key]
+                self.seconds += time.monotonic() - began
+
+    def _checked(self, spec: GrammarSpec, deadline: float) -> Compiled:
+        check_size(spec)
+        if time.monotonic() > deadline:
+            raise Overloaded("too many grammars are being compiled", retry_after_s=1)
+        reasons: list[str] = []
+        for name in self._order:
+            try:
+                kind, source = translate(spec, name)
+                return self._with_worker(name, kind, source, deadline)
+            except schema.SchemaError as error:  # the client's, whatever the library
+                raise _refusal(spec, str(error)) from None
+            except GrammarError as error:
+                reasons.append(str(error))
+        raise _refusal(spec, "; ".join(dict.fromkeys(reasons)))
+
+    def _with_worker(self, name: str, kind: str, source: str, deadline: float) -> Compiled:
+        """Compile in a worker, load here."""
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+            if name not in self._backends:
+                self._backends[name] = make_backend(name, self._vocabulary)
+        if worker is None:
+            began = time.monotonic()
+            worker = _Worker(pack_vocabulary(self._vocabulary))  # its start is nobody's fault
+            deadline += time.monotonic() - began
+        request = {
+            "backend": name,
+            "kind": kind,
+            "source": source,
+            "max_bytes": MAX_COMPILED_BYTES,
+        }
+        try:
+            data = worker.compile(request, deadline)
+        except _Killed:
+            worker.kill()
+            self._threads.submit(self._start_worker)
+            raise schema.SchemaError(
+                "",
+                f"too complex: not compiled within {self._timeout_s:g} s"
+                if time.monotonic() >= deadline
+                else "too complex: the compiler gave up",
+            ) from None
+        except GrammarError:
+            self._give_back(worker)
+            raise
+        self._give_back(worker)
+        return self._backends[name].load(kind, source, data)
+
+    def _start_worker(self) -> None:
+        self._give_back(_Worker(pack_vocabulary(self._vocabulary)))
+
+    def _give_back(self, worker: _Worker) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(worker)
+                return
+        worker.kill()
+
+
+def _refusal(spec: GrammarSpec, reason: str) -> RequestError:
+    return RequestError(f"{spec.param}: {reason}", param=spec.param, code="invalid_grammar")
+
+
+def check_size(spec: GrammarSpec) -> None:
+    """Raise RequestError for a source that is too large or nested too deep to look at."""
+    size = len(spec.source.encode())
+    if size > MAX_SOURCE_BYTES:
+        raise _refusal(spec, f"{size} bytes, the limit is {MAX_SOURCE_BYTES}")
+    depth = deepest = 0
+    for char in spec.source:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth -= 1
+    if deepest > MAX_NESTING:
+        raise _refusal(spec, f"nested {deepest} deep, the limit is {MAX_NESTING}")
+
+
+def translate(spec: GrammarSpec, library: BackendName) -> tuple[str, str]:
+    """Kind and source as a library enforces them.
+
+    Raises:
+        schema.SchemaError: the source is wrong.
+        GrammarError: this library cannot enforce it.
+    """
+    reader: Callable[[str, BackendName], tuple[str, str]] = {
+        "json_schema": _json_schema,
+        "regex": _regex,
+        "choice": _choice,
+        "structural_tag": structural_tag.translate,
+        "ebnf": lambda source, _: ("ebnf", source),
+    }[spec.kind]
+    return reader(spec.source, library)
+
+
+def _json_schema(source: str, library: BackendName) -> tuple[str, str]:
+    return "json_schema", json.dumps(schema.rebuild(json.loads(source), library))
+
+
+def _regex(source: str, library: BackendName) -> tuple[str, str]:
+    try:
+        node = regex.anchored(regex.parse(source), search=False)
+    except GrammarError as error:
+        raise schema.SchemaError("", str(error)) from None
+    if library == "xgrammar" and regex.has_property(node):
+        raise GrammarError("Unicode properties cannot be enforced by xgrammar")
+    return "regex", regex.write(node)
+
+
+def _choice(source: str, library: BackendName) -> tuple[str, str]:
+    texts = json.loads(source)
+    return "regex", regex.write(regex.Alt(tuple(map(regex.literal, dict.fromkeys(texts)))))
