@@ -60,7 +60,8 @@ class ChatTemplate:
         timeout_s: one render's limit in seconds.
 
     Attributes:
-        content_format: what the default template takes as a message's content.
+        source: of the default template.
+        content_format: what it takes as a message's content.
 
     Raises:
         StartError: the source is no valid template.
@@ -75,6 +76,7 @@ class ChatTemplate:
     ):
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         environment = _ChatEnvironment()
+        self.source = sources.get("default")
         self._tokens = dict(tokens)
         self._timeout_s = timeout_s
         self._reserved = _RESERVED | environment.globals.keys() | tokens.keys()
@@ -261,7 +263,7 @@ def _part(part: Any, part_types: frozenset[str], path: str) -> dict[str, Any]:
         if not isinstance(part.get("text"), str):
             raise RequestError("a text part needs a string `text`", param=f"{path}.text")
         return {"type": "text", "text": part["text"]}
-    if kind in part_types:
+    if isinstance(kind, str) and kind in part_types:
         return dict(part)
     raise RequestError(f"this model takes no content of type {kind!r}", param=f"{path}.type")
 

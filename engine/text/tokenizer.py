@@ -78,7 +78,7 @@ class Tokenizer:
         )
         if any(s["type"].startswith("NF") for s in _steps(backend.normalizer, "normalizers")):
             self._longest_token *= _MAX_COMPOSED
-        self._token_texts: dict[bool, list[str | None]] = {}
+        self._token_texts: dict[tuple[bool, tuple[str, ...]], list[str | None]] = {}
 
         before, after = self._ends()
         self.prefix_ids = _with_end(before, self.bos_id, add_bos, first=True)
@@ -201,16 +201,23 @@ class Tokenizer:
         """An id's text, with U+FFFD for bytes that are only a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def token_texts(self, skip_special_tokens: bool) -> list[str | None]:
-        """Text of each id [vocab_size]; None where its bytes are no complete UTF-8."""
-        texts = self._token_texts.get(skip_special_tokens)
+    def token_texts(
+        self, skip_special_tokens: bool, shown: tuple[str, ...] = ()
+    ) -> list[str | None]:
+        """Text of each id [vocab_size]; None where its bytes are no complete UTF-8.
+
+        Args:
+            shown: special tokens that stand in one of these are not skipped.
+        """
+        key = (skip_special_tokens, shown if skip_special_tokens else ())
+        texts = self._token_texts.get(key)
         if texts is None:
             texts = [_text_or_none(data) for data in self._token_bytes]
             if skip_special_tokens:
                 for i in self.special_ids:
-                    if i < len(texts):
+                    if i < len(texts) and not any(self.token_str(i) in text for text in shown):
                         texts[i] = ""
-            self._token_texts[skip_special_tokens] = texts  # two threads would store the same
+            self._token_texts[key] = texts  # two threads would store the same
         return texts
 
     def max_chars(self, num_tokens: int) -> int:
