@@ -401,7 +401,7 @@ class Tiers:
             pairs = ((self._key_of[page], page) for page in pages)
             self._save([(key, page) for key, page in pairs if key and key not in self._host])
         while self._to_put and self._num_putting < MAX_PUTTING:
-            entries = []
+            entries: list[HostPage] = []
             while self._to_put and len(entries) < PUT_PAGES:
                 entries.append(self._to_put.popitem(last=False)[1])
             for entry in entries:

@@ -66,6 +66,10 @@ class HostPool:
     """Records in host memory, registered with the device where it has a use for that.
 
     Untouched memory takes nothing on a CPU; for a GPU all of it is taken, and locked, at once.
+
+    Attributes:
+        rows, tensor: uint8 [num_slots, record_bytes].
+        is_registered: whether a kernel may read and write it.
     """
 
     def __init__(self, num_slots: int, record_bytes: int, device: torch.device):
@@ -81,7 +85,7 @@ class HostPool:
             ) from None
         self.rows = np.frombuffer(self._memory, np.uint8).reshape(num_slots, record_bytes)
         self.tensor = torch.from_numpy(self.rows)
-        self._is_registered = False
+        self.is_registered = False
         if device.type == "cuda":
             code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0)
             if int(code):
@@ -89,7 +93,7 @@ class HostPool:
                     f"cannot lock {num_bytes / 2**30:.1f} GiB of memory for the host cache "
                     f"(CUDA error {int(code)}): a smaller --host-cache-gib may help"
                 )
-            self._is_registered = True
+            self.is_registered = True
 
     def record(self, slot: int) -> memoryview:
         """The bytes of a slot."""
@@ -97,9 +101,9 @@ class HostPool:
 
     def close(self) -> None:
         """Unlock the memory. Nothing may be copied any more."""
-        if self._is_registered:
+        if self.is_registered:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._is_registered = False
+            self.is_registered = False
 
 
 class KVCopies:
@@ -189,7 +193,8 @@ class _CopyStream:
         self._stream = torch.Stream(device)
         self._kernel: Any = getattr(ops, "copy_pages", None)
         pools = layout.parts
-        if any(pool.shape[1] % 16 or offset % 16 for pool, offset in pools):
+        is_aligned = all(pool.shape[1] % 16 == 0 == offset % 16 for pool, offset in pools)
+        if not host.is_registered or not is_aligned:
             self._kernel = None
         if self._kernel is None:
             log.warning("the host cache copies through torch on this backend, which is slower")
@@ -204,8 +209,12 @@ class _CopyStream:
         self._staged: list[torch.Event | None] = [None, None]  # when a buffer is free again
         self._turn = 0
         self._loaded: list[list[torch.Event]] = []  # by load, by layer; of loads not waited for
-        self._alive: list[Any] = []
         self._ended: queue.SimpleQueue[tuple[torch.Event, int, Any] | None] = queue.SimpleQueue()
+        one = np.zeros(1, np.int32)  # so that no request waits for a compiler
+        self._save(Save(0, one, one))
+        self._load(Load(0, one, one))
+        self._stream.synchronize()
+        self._loaded.clear()
 
     def start(self, post: Callable[[Copied], object]) -> None:
         """Begin to tell of copies that ended."""
@@ -266,8 +275,8 @@ class _CopyStream:
                 for first, last in _runs(slots):
                     target = self._host.tensor[slots[first] : slots[first] + last - first]
                     target.copy_(buffer[first:last], non_blocking=True)
-                self._staged[self._turn] = torch.Event(self._device)
-                self._staged[self._turn].record(self._stream)
+                staged = self._staged[self._turn] = torch.Event(self._device)
+                staged.record(self._stream)
             self._turn = 1 - self._turn
         return pages, rows
 

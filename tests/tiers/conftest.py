@@ -1,4 +1,4 @@
-"""The scheduler's test device with host memory and a store below it, which answer late and badly."""
+"""The scheduler's test device, with host memory and a store below it that answer late and badly."""
 
 import importlib.util
 import random

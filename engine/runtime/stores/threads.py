@@ -120,6 +120,7 @@ class StoreThreads:
 
     def _serve(self, orders: queue.SimpleQueue[StoreOrder | None]) -> None:
         while (order := orders.get()) is not None:
+            results: tuple[int, ...]
             match order:
                 case Find(keys=keys):
                     results = (self._find(keys),)
