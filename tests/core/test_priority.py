@@ -124,7 +124,9 @@ def test_preemption_can_be_followed_by_an_abort(make_engine, overlap):
     engine.scheduler.handle(Abort(2))
     engine.run()
     engine.assert_outputs()
-    assert admitted(engine) == ([1, 1] if overlap else [1, 2, 1]) and engine.reasons[1, 0] == "length"
+    assert (
+        admitted(engine) == ([1, 1] if overlap else [1, 2, 1]) and engine.reasons[1, 0] == "length"
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
