@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 128
 MISPLACED = (
     *("model", "stream", "stream_options", "priority", "request_id", "rid"),
-    *("logprobs", "top_logprobs", "return_token_ids"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "add_special_tokens"),
 )
 REFUSED = {
     "audio_data": "audio",
@@ -301,6 +301,20 @@ async def tokenize(request: web.Request) -> web.Response:
             "max_model_len": server.engine.max_model_len,
             "tokens": tokens,
             "token_strs": texts,
+        }
+    )
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """GET /tokenizer_info: what a client needs that tokenizes through /tokenize."""
+    engine = request.app[SERVER].engine
+    template = engine.chat_template
+    return json_response(
+        {
+            **engine.tokenizer.special_tokens,
+            "vocab_size": engine.vocab_size,
+            "model_max_length": engine.max_model_len,
+            "chat_template": template.source if template else None,
         }
     )
 

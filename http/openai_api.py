@@ -45,7 +45,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         body = parse(ChatRequest, await server.body(request))
         model = model_name(server, body.model)
         params = body.chat_params(server.engine.default_sampling)
-        prompt = await chat_prompt(server, body)
+        special = body.add_special_tokens is True
+        prompt = await chat_prompt(server, body, add_special_tokens=special)
         prompt = truncate(server, body, params.max_tokens, prompt)
         reply_id = new_id("chatcmpl-")
         work.ids |= {reply_id, *body.ids}
@@ -65,6 +66,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         reply["usage"] = usage([stream], [choices])
         if body.return_token_ids:
             reply["prompt_token_ids"] = list(stream.prompt_tokens)
+        if body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(server, body, stream, choices[0])
         return json_response(reply)
 
 
@@ -75,7 +78,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body = parse(CompletionRequest, await server.body(request))
         model = model_name(server, body.model)
         params = body.completion_params(server.engine.default_sampling)
-        prompts = await asyncio.gather(*(text_prompt(server, prompt) for prompt in body.prompt))
+        special = body.add_special_tokens is not False
+        jobs = (text_prompt(server, prompt, add_special_tokens=special) for prompt in body.prompt)
+        prompts = await asyncio.gather(*jobs)
         prompts = [truncate(server, body, params.max_tokens, prompt) for prompt in prompts]
         reply_id = new_id("cmpl-")
         work.ids |= {reply_id, *body.ids}
@@ -161,11 +166,13 @@ def model_name(server: Server, name: str | None) -> str:
     return name
 
 
-async def chat_prompt(server: Server, body: ChatFields) -> list[int]:
+async def chat_prompt(
+    server: Server, body: ChatFields, *, add_special_tokens: bool = False
+) -> list[int]:
     """The conversation as token ids; the template brings its own special tokens."""
     messages, options = body.template_input()
     text = await server.engine.render(messages, **options)
-    return await server.engine.encode(text, add_special_tokens=False)
+    return await server.engine.encode(text, add_special_tokens=add_special_tokens)
 
 
 async def text_prompt(
@@ -305,6 +312,38 @@ class LegacyLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def prompt_logprobs(
+    server: Server, body: SamplingFields, stream: "Stream", choice: Choice
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token, the likeliest ones and itself, by token id.
+
+    The rank of a token that is not among the likeliest is not known.
+    """
+    rows: list[dict[str, Any] | None] = []
+    for token, entry in zip(stream.prompt_tokens, choice.prompt_logprobs or (), strict=True):
+        if entry is None:
+            rows.append(None)
+            continue
+        ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        found = {
+            other: (value, rank)
+            for rank, (other, value) in enumerate(ranked, 1)
+            if rank <= (body.prompt_logprobs or 0)
+        }
+        found.setdefault(token, (entry.logprob, None))
+        rows.append(
+            {
+                str(other): {
+                    "logprob": _clamp(value),
+                    "rank": rank,
+                    "decoded_token": server.engine.tokenizer.token_str(other),
+                }
+                for other, (value, rank) in found.items()
+            }
+        )
+    return rows
+
+
 # --- whole answers ---
 
 
@@ -364,6 +403,8 @@ def _completion_choice(
     }
     if body.return_token_ids:
         reply |= {"token_ids": choice.token_ids, "prompt_token_ids": list(stream.prompt_tokens)}
+    if body.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = prompt_logprobs(server, body, stream, choice)
     return reply
 
 

@@ -35,7 +35,9 @@ MAX_TOOLS = 1000
 MAX_STOP_TOKENS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 REFUSED = {
+    "allowed_token_ids": "allowed tokens (use logit_bias)",
     "audio": "audio",
+    "bad_words": "forbidden words (use logit_bias)",
     "chat_template": "chat templates in a request",
     "custom_logit_processor": "code in a request",
     "ebnf": "grammars",
@@ -49,12 +51,13 @@ REFUSED = {
     "json_schema": "structured output by this name (use response_format)",
     "lora_path": "adapters",
     "prompt_embeds": "embeddings as a prompt",
-    "prompt_logprobs": "prompt_logprobs (completions: echo with logprobs)",
     "regex": "regular expressions",
     "stop_regex": "stopping by regular expressions",
     "structural_tag": "structured output by this name (use response_format)",
     "structured_outputs": "structured output by this name (use response_format)",
     "suffix": "filling in the middle",
+    "use_beam_search": "beam search",
+    "web_search_options": "searching the web",
 }
 
 TokenIds = list[int]
@@ -120,6 +123,8 @@ class SamplingFields(Wire):
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = _limited("prompt_logprobs")
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
@@ -139,6 +144,8 @@ class SamplingFields(Wire):
     def _stream_options_need_stream(self) -> "SamplingFields":
         if self.stream_options and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs excludes stream", param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             raise RequestError(
                 "truncate_prompt_tokens must be -1 or positive", param="truncate_prompt_tokens"
@@ -154,7 +161,7 @@ class SamplingFields(Wire):
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "
             "max_tokens min_tokens n seed include_stop_str_in_output ignore_eos "
-            "skip_special_tokens"
+            "skip_special_tokens prompt_logprobs"
         ).split()
         given = {name: getattr(self, name) for name in names}
         chosen = dict(defaults) | {k: v for k, v in given.items() if v is not None} | overrides
@@ -388,7 +395,7 @@ class CompletionRequest(SamplingFields):
             overrides["n"] = self.best_of
             overrides["logprobs"] = self.logprobs or 0  # the choices are ranked by them
         if self.echo and self.logprobs is not None:
-            overrides["prompt_logprobs"] = self.logprobs
+            overrides["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return self.params(defaults, **overrides)
 
 

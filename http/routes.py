@@ -47,6 +47,7 @@ TABLE = (
         openapi.Tokenized,
         statuses=(404,),
     ),
+    Route("GET", "/tokenizer_info", native_api.tokenizer_info),
     Route(
         "POST",
         "/detokenize",
