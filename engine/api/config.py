@@ -43,7 +43,9 @@ class EngineConfig(BaseModel):
         "auto", "hardware; auto takes the first that works", "device"
     )
     attention_backend: str | None = option(
-        None, "force the provider of attention (see stoker backends)", "device"
+        None,
+        "provider of attention, as flashinfer or triton (see stoker backends); auto: the fastest",
+        "device",
     )
     threads: int | None = option(
         None, "threads of the cpu backend; all cores by default", "device", ge=1, le=1024
@@ -166,6 +168,17 @@ class EngineConfig(BaseModel):
     )
     client_weights: str = option(
         "", "shares of clients for --fair-clients, as alice=4,bob=0.5; 1 for others", "scheduling"
+    )
+    grammar_backend: Literal["xgrammar", "llguidance"] = option(
+        "xgrammar",
+        "which library enforces structured output; what it cannot enforce goes to the other",
+        "structured output",
+    )
+    grammar_timeout: float = option(
+        4.0,
+        "seconds in which a grammar must be compiled; more is answered 400",
+        "structured output",
+        gt=0,
     )
     disable_graphs: bool = option(
         False, "launch decode steps kernel by kernel (same tokens, for debugging)", "device"

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ...backends.api import DeviceRuntime
+from ...backends.api import BatchMeta, DeviceRuntime
 from ..core.plan import StepPlan
 from .inputs import GraphShape, Inputs, StepInputs, saves_by_sharing
 from .sampler import SlotTable
@@ -70,6 +70,7 @@ class StepGraphs(Generic[Outputs]):
         )
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._outputs: dict[GraphShape, Outputs] = {}
+        self._metas: dict[GraphShape, BatchMeta] = {}
         shapes = [GraphShape(size) for size in self._sizes]
         shapes += [GraphShape(size, is_shared=True) for size in self._shared_sizes]
         shapes += self._chunk_shapes
@@ -77,7 +78,7 @@ class StepGraphs(Generic[Outputs]):
         # The largest first: the others fit in its memory.
         for shape in sorted(shapes, key=lambda s: -s.tokens):
             step = inputs.stage(chunk_plan(1, inputs.page_size), table, shape)
-            meta = step.meta
+            meta = self._metas[shape] = step.meta
             # What a captured kernel must be able to do.
             meta.max_kv_len, meta.max_q_len = inputs.max_context, max(shape.chunk_tokens, 1)
             if shape.chunk_rows == FEW_ROWS:
@@ -114,6 +115,10 @@ class StepGraphs(Generic[Outputs]):
             ):
                 return shape
         return None
+
+    def meta(self, shape: GraphShape) -> BatchMeta:
+        """The captured batch; its host arrays are those of the capture."""
+        return self._metas[shape]
 
     def replay(self, shape: GraphShape) -> Outputs:
         """Run a captured step; its outputs, of shape.rows rows, stay until the next replay."""
