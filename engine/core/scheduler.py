@@ -44,14 +44,16 @@ from ..api.messages import (
     TierStats,
     Tokens,
 )
+from .arriving import Arriving
 from .budget import MIN_CHUNK, StepBudget, StepCost
+from .cache_events import CacheEvents
 from .check import check_ledger
 from .eviction import POLICIES as EVICTION_POLICIES
 from .eviction import EvictionPolicy
 from .fairness import FairShares
 from .launch import LaunchedStep, NewPages, launch
 from .logprobs import logprobs_of_row, prompt_logprobs_of_row, take_prompt_logprobs
-from .page_keys import extend
+from .page_keys import extend, root_key
 from .pages import PagePool
 from .plan import StepPlan, StepResult
 from .policy import MAX_SORTED, POLICIES, Policy, QueueView
@@ -91,6 +93,7 @@ class Scheduler:
             they lose more by short chunks than the running streams gain.
         prefill_decode_interval: while streams run, so many steps without chunks after each with.
         cost: predicts a step's time; learns from the steps that it is told of.
+        tells_cache: whether the facts tell what enters and leaves the prefix cache.
         tiers: the cache tiers below the device, if any; needs use_radix.
         queue_timeout_s: a request that has waited so long for its first turn is refused.
     """
@@ -115,6 +118,7 @@ class Scheduler:
         prefill_decode_interval: int = 0,
         cost: StepCost | None = None,
         queue_timeout_s: float | None = None,
+        tells_cache: bool = False,
         tiers: Tiers | None = None,
     ):
         self.page_size = page_size
@@ -125,6 +129,7 @@ class Scheduler:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size, eviction)
         self.tiers = tiers
+        self._events = CacheEvents() if tells_cache else None
         self._load_room = 0  # pages that may still be loaded in this step
         self.max_step_s = max_step_s
         self.backlog_stretch = backlog_stretch
@@ -137,6 +142,7 @@ class Scheduler:
         self._seed = seed
         self._reserve = Reserve(conservativeness)
         self._shared = SharedPrefixes()
+        self._arriving = Arriving(page_size)
         self._now = 0.0
 
         self._requests: dict[int, list[Request]] = {}  # unfinished choices by request id
@@ -189,6 +195,8 @@ class Scheduler:
                 pages = self.tree.flush()
                 if self.tiers is not None:
                     self.tiers.flush(pages)
+                if self._events is not None and len(pages):
+                    self._facts.append(self._events.removed(pages))
                 self.pool.release(pages)
                 num_kept = self.tree.num_protected * self.page_size
                 self._facts.append(Flushed(reply_id, num_kept))
@@ -367,6 +375,8 @@ class Scheduler:
             pages = self.tree.evict(n - self.pool.num_free)
             if self.tiers is not None:
                 self.tiers.evict(pages)
+            if self._events is not None and len(pages):
+                self._facts.append(self._events.removed(pages))
             self.pool.release(pages)
         return self.pool.take(n)
 
@@ -478,7 +488,13 @@ class Scheduler:
         slots = self.slots
         if not self.waiting or budget.is_spent or not slots.free:
             return []
+        num_held = 0
         for request in self._candidates():
+            if self._arriving and self._awaits_prefix(request):
+                num_held += 1
+                if num_held == MAX_SORTED:
+                    break
+                continue
             if budget.is_spent or not slots.free or not self._try_admit(request):
                 break
             admitted.append(request)
@@ -493,6 +509,13 @@ class Scheduler:
             self.waiting.remove(request)
         return admitted
 
+    def _awaits_prefix(self, request: Request) -> bool:
+        """Whether a running request computes a part of this one's prompt, which is then cached."""
+        if not self._is_matchable(request):
+            return False
+        _, num_cached = self.tree.find(request.prompt[:-1], request.add.namespace)
+        return self._arriving.holds(request, num_cached)
+
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
         length = len(request.tokens)
@@ -504,6 +527,8 @@ class Scheduler:
         self.slots.open(request, pages, num_matched)
         self._settle(request, node, num_matched)
         request.is_published = False
+        if self._is_matchable(request):
+            self._arriving.note(request, num_matched)
         request.num_charged = num_matched
         if not request.is_resumed:
             self.tree.count_hit(node)
@@ -559,10 +584,13 @@ class Scheduler:
 
     def _page_keys(self, request: Request) -> list[bytes]:
         """The content keys of all whole pages of a request's tokens."""
-        assert self.tiers is not None
-        root = b"" if request.page_keys else self.tiers.root(request.add.namespace)
+        root = b"" if request.page_keys else self._root_key(request)
         extend(request.page_keys, root, request.tokens, self.page_size)
         return request.page_keys
+
+    def _root_key(self, request: Request) -> bytes:
+        namespace = request.add.namespace
+        return root_key(namespace) if self.tiers is None else self.tiers.root(namespace)
 
     def _shortage(self, request: Request, num_matched: int) -> float:
         """Tokens that the pool lacks to bear this request beside the running ones, most likely."""
@@ -718,6 +746,7 @@ class Scheduler:
     def _publish(self, request: Request) -> None:
         """Put a computed prompt into the tree, go over to the tree's pages, let siblings in."""
         request.is_published = True
+        self._arriving.forget(request)
         end = request.prompt_len // self.page_size * self.page_size
         if self.use_radix and end > request.num_shared:
             self._share(request, end)
@@ -748,9 +777,18 @@ class Scheduler:
             priority=request.add.priority,
             pin=request.add.pin,
         )
-        if self.tiers is not None:
-            first = num_present // self.page_size
-            self.tiers.insert(self._page_keys(request)[first : len(canonical)], canonical[first:])
+        first = num_present // self.page_size
+        if first < len(canonical) and (self.tiers is not None or self._events is not None):
+            all_keys = self._page_keys(request)
+            keys, new_pages = all_keys[first : len(canonical)], canonical[first:]
+            if self.tiers is not None:
+                self.tiers.insert(keys, new_pages)
+            if self._events is not None:
+                parent = all_keys[first - 1] if first else self._root_key(request)
+                tokens = request.tokens[num_present : len(canonical) * self.page_size]
+                namespace = request.add.namespace
+                event = self._events.stored(keys, new_pages, parent, tokens, namespace)
+                self._facts.append(event)
         return node, canonical, num_present
 
     # ---- ends --------------------------------------------------------------------------------
@@ -802,6 +840,7 @@ class Scheduler:
         self._unlock(request)
         self._settle(request, None, 0)
         request.is_published = request.is_loading = False
+        self._arriving.forget(request)
         self.slots.close(request)
 
     def _settle(self, request: Request, node: Node | None, num_shared: int) -> None:
