@@ -4,13 +4,15 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
 import socket
 import struct
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,50 +39,69 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
+sys.path.insert(0, str(HERE))
+forks = multiprocessing.get_context("forkserver")  # torch is imported once, not once a server
+forks.set_forkserver_preload(["faulty_serve"])
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """Started while the folder is on its path: before Python 3.12 it takes no other hint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
+
+
 class Process:
-    """`faulty_serve.py serve` as a process. `await ready()` before anything else."""
+    """`stoker serve` with faulty_serve.py's faults. `await ready()` before anything else."""
 
     def __init__(self, model: Path, *flags: str, **variables: str):
-        names = {name: value for name, value in os.environ.items() if name[:7] != "STOKER_"}
-        self.stderr = open(os.memfd_create("stderr"), "w+b")
-        self.popen = subprocess.Popen(
-            [
-                *(sys.executable, HERE / "faulty_serve.py", "serve", model),
-                *("--port", "0", "--backend", "cpu", "--dtype", "float32", "--threads", "1"),
-                *flags,
-            ],
-            env=names | {"STOKER_CHECK": "1"} | variables,
-            stdout=subprocess.PIPE,
-            stderr=self.stderr,
-            text=True,
+        from faulty_serve import run
+
+        arguments = [
+            *("serve", str(model), "--port", "0"),
+            *("--backend", "cpu", "--dtype", "float32", "--threads", "1"),
+            *flags,
+        ]
+        self.folder = tempfile.TemporaryDirectory()
+        self.stdout, self.stderr = (Path(self.folder.name, name) for name in ("out", "err"))
+        self.stdout.touch(), self.stderr.touch()
+        self.process = forks.Process(
+            target=run,
+            args=(arguments, {"STOKER_CHECK": "1"} | variables, self.stdout, self.stderr),
         )
+        self.process.start()
         self.url = ""
+
+    async def printed(self, pattern: str) -> re.Match[str]:
+        """What it has written to stdout, as soon as it is there."""
+        while not (found := re.search(pattern, self.stdout.read_text())):
+            assert self.process.is_alive(), self.errors()
+            await asyncio.sleep(0.02)
+        return found
 
     async def ready(self) -> "Process":
         """Until it serves."""
-        while not self.url:
-            line = await asyncio.to_thread(self.popen.stdout.readline)
-            assert line, self.errors()
-            if found := re.search(r"http://127.0.0.1:(\d+)(?=/v1)", line):
-                self.url, self.port = found[0], int(found[1])
+        found = await self.printed(r"http://127.0.0.1:(\d+)(?=/v1)")
+        self.url, self.port = found[0], int(found[1])
         return self
 
     def errors(self) -> str:
         """What it wrote to stderr so far."""
-        self.stderr.seek(0)
-        return self.stderr.read().decode()
+        return self.stderr.read_text()
 
-    async def exit_code(self, limit_s: float) -> int:
+    async def exit_code(self, limit_s: float) -> int | None:
         """Of the process, that ends within this time."""
-        return await asyncio.to_thread(self.popen.wait, limit_s)
+        await asyncio.to_thread(self.process.join, limit_s)
+        return self.process.exitcode
 
     def signal(self, number: int) -> None:
-        self.popen.send_signal(number)
+        os.kill(self.process.pid, number)
 
     def close(self) -> None:
-        self.popen.kill()
-        self.popen.communicate()
-        self.stderr.close()
+        self.process.kill()
+        self.process.join()
+        self.folder.cleanup()
 
     # -- requests
 
@@ -148,7 +169,7 @@ class Process:
 
     def num_files(self) -> int:
         """Its open file descriptors."""
-        return len(os.listdir(f"/proc/{self.popen.pid}/fd"))
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
 
 def completion(prompt: list[int], max_tokens: int = 12, **fields) -> dict:
@@ -171,7 +192,7 @@ def faults():
 
 
 @pytest.fixture
-def start(tiny_model):
+def start(tiny_model, fork_server):
     """Starts server processes and kills what is left of them."""
     processes = []
 
@@ -185,7 +206,7 @@ def start(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model):
+def server(tiny_model, fork_server):
     """One server for the faults that it must survive."""
     process = Process(
         tiny_model,

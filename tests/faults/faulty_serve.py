@@ -1,4 +1,4 @@
-"""The real `stoker` command on a real engine, with faults: python faulty_serve.py serve MODEL ...
+"""The real `stoker` command on a real engine, with faults, for a process that was forked.
 
 A prompt that begins with one of these token ids brings the fault; FAULT_STEP_S makes every step
 last longer, and FAULT_LOAD_S the start. Sockets send little that is not read.
@@ -12,6 +12,7 @@ import time
 
 import torch
 
+import stoker.http.app  # noqa: F401 (once, for all that are forked)
 from stoker.engine.build import Builder
 from stoker.engine.runtime.runner import ModelRunner
 from stoker.http import cli, connection
@@ -22,13 +23,14 @@ load, launch, listen = Builder.load, ModelRunner.launch, connection.listen
 
 
 def faulty_load(self):
+    print("loading", flush=True)
     time.sleep(float(os.environ.get("FAULT_LOAD_S", "0")))
     scheduler, runner = load(self)
     runner.model._embedding.weight[POISON] = torch.nan  # so are keys, values and logits then
     return scheduler, runner
 
 
-def faulty_launch(self, plan):
+def faulty_launch(self, plan, *rest):
     time.sleep(float(os.environ.get("FAULT_STEP_S", "0")))
     begins = plan.q_lens.cumsum() - plan.q_lens
     for first in plan.tokens[begins[plan.q_lens == plan.kv_lens]].tolist():
@@ -38,7 +40,7 @@ def faulty_launch(self, plan):
             threading.Event().wait()
         if first == HUGE and plan.num_tokens > 4:
             raise torch.OutOfMemoryError("tried to allocate 1024 GiB")
-    return launch(self, plan)
+    return launch(self, plan, *rest)
 
 
 def faulty_listen(config):
@@ -47,6 +49,13 @@ def faulty_listen(config):
     return sock
 
 
-Builder.load, ModelRunner.launch, connection.listen = faulty_load, faulty_launch, faulty_listen
-print("faults are in place", flush=True)
-sys.exit(cli.main(sys.argv[1:]))
+def run(arguments, variables, stdout, stderr):
+    """`stoker ARGUMENTS` with these environment variables and output files."""
+    for name in [name for name in os.environ if name.startswith("STOKER_")]:
+        del os.environ[name]
+    os.environ.update(variables)
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    Builder.load, ModelRunner.launch = faulty_load, faulty_launch
+    connection.listen = faulty_listen
+    sys.exit(cli.main(arguments))

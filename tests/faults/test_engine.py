@@ -80,7 +80,7 @@ async def test_steps_that_do_not_fit_the_memory(tiny_model, monkeypatch, overlap
         for _ in range(2):
             jobs = (tokens_of(engine, *pair) for pair in zip(prompts, params, strict=True))
             assert await asyncio.gather(*jobs) == expected
-        assert engine.stats.undone_steps == failures > 10
+        assert engine.stats.undone_steps == failures > 4
         await assert_clean(engine)
     assert "no device memory for a step of" in caplog.text
 
