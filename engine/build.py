@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,9 @@ from .text.chat_template import ChatTemplate
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..backends.api import DeviceRuntime
+    from ..backends.api import AttentionSpec, DeviceRuntime
     from ..backends.registry import Backend
+    from .compile_ahead import Ahead
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,12 +52,22 @@ GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 class Builder:
     """Makes one engine. `find_files` first; then `load` on the GPU thread, `load_text` anywhere.
 
+    Args:
+        progress: called with (phase, done, total).
+        ahead: kernels that are being compiled by another process.
+
     Attributes:
         phases: seconds that each part of the start took.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        ahead: Ahead | None = None,
+    ):
         self.config = config
+        self._ahead = ahead
         self.phases: dict[str, float] = {}
         self._progress = progress
 
@@ -101,52 +113,34 @@ class Builder:
         with self._phase("backend"):
             backend = self._backend()
             runtime = backend.runtime
-        saved = getattr(torch, self.files.config.dtype)
-        dtype = (
-            runtime.default_dtype(saved) if config.dtype == "auto" else getattr(torch, config.dtype)
-        )
+        self._size(runtime)
+        dtype, page_size, chunk = self._dtype, self._page_size, self._chunk
         is_cpu = runtime.device.type == "cpu"
-        page_size = config.page_size or runtime.default_page_size
         with self._phase("weights"):
             executor = ThreadPoolExecutor(1)
             model = Decoder(
                 self.files.config, backend.ops, runtime.device, dtype, self.max_model_len
             )
-            # Kernels compile meanwhile, in threads that do not hold the GIL.
-            kinds = {(s.window, s.softcap, s.head_dim): s for s in model.attention_specs}
-            warming = executor.submit(backend.warm, kinds.values(), dtype, page_size)
+            try:
+                backend.settle(_kinds(model), dtype, page_size)
+            except BackendError as error:
+                raise StartError(str(error)) from None
+            warming = executor.submit(self._warm, backend, model)
             model.load(self._weights(model, runtime.device, dtype))
             runtime.synchronize()
             executor.shutdown(wait=False)
-        max_running = config.max_running_requests
-        chunk = chunk_tokens(config, is_cpu=is_cpu)
-        max_step_tokens = chunk + max_running
-        max_pages = -(-self.max_model_len // page_size)
-
-        def make_runner(num_pages: int) -> ModelRunner:
-            return ModelRunner(
-                model,
-                backend.ops,
-                runtime,
-                kv_buffers.allocate(model.kv_spec, num_pages, page_size, dtype, runtime.device),
-                num_slots=max_running + 1,
-                max_pages=max_pages,
-                page_size=page_size,
-                max_step_tokens=max_step_tokens,
-            )
-
         working_bytes, cost = 0, StepCost()
         if not is_cpu:
             with self._phase("warm-up"):
                 warming.result()
-                chunk = min(chunk, max_pages * page_size)
-                working_bytes = make_runner(2 + chunk // page_size).measure(chunk)
+                runner = self._runner(backend, model, 2 + chunk // page_size)
+                working_bytes = runner.measure(chunk)
         with self._phase("kv pool"):
             tokens = self._pool_tokens(runtime, model, dtype, working_bytes)
-            runner = make_runner(1 + tokens // page_size)
+            runner = self._runner(backend, model, 1 + tokens // page_size)
         if runtime.has_graphs and not config.disable_graphs:
             with self._phase("graphs"):
-                runner.capture(min(max_running, MAX_GRAPH_ROWS), chunk)
+                runner.capture(self._graph_rows, chunk)
         if not is_cpu:
             with self._phase("calibration"):
                 runner.calibrate(min(chunk, tokens - page_size), cost)
@@ -164,6 +158,71 @@ class Builder:
             tiers=tiers,
         )
         return scheduler, runner
+
+    def walk(
+        self, backend: Backend, captured: list[Callable[[], None]]
+    ) -> list[Callable[[], None]]:
+        """What a start launches, kernel for kernel, on a device that is not there.
+
+        The model has as few layers as show each kind of them. Needs `find_files`.
+
+        Args:
+            captured: where the device puts what it is asked to capture.
+        """
+        self._size(backend.runtime)
+        full = self.files.config
+        kinds = [
+            (w, full.moe is not None and full.moe.layers[i]) for i, w in enumerate(full.windows)
+        ]
+        num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
+        config = replace(full, num_layers=num_layers, windows=full.windows[:num_layers])
+        device = backend.runtime.device
+        model = Decoder(config, backend.ops, device, self._dtype, self.max_model_len)
+        model.load(
+            (name, torch.empty(shape, device=device, dtype=self._dtype))
+            for name, shape in model.shapes.items()
+        )
+        runner = self._runner(backend, model, 2 + self._chunk // self._page_size)
+        steps: list[Callable[[], None]] = [partial(runner.walk, self._chunk)]
+        steps += backend.warm_steps(_kinds(model), self._dtype, self._page_size)
+        if not self.config.disable_graphs:
+            runner.capture(self._graph_rows, self._chunk)
+        return steps + captured
+
+    def _size(self, runtime: DeviceRuntime) -> None:
+        """Sizes that the device decides, where the configuration does not."""
+        config = self.config
+        saved = getattr(torch, self.files.config.dtype)
+        self._dtype = (
+            runtime.default_dtype(saved) if config.dtype == "auto" else getattr(torch, config.dtype)
+        )
+        self._page_size = config.page_size or runtime.default_page_size
+        self._max_pages = -(-self.max_model_len // self._page_size)
+        is_cpu = runtime.device.type == "cpu"
+        self._chunk = chunk_tokens(config, is_cpu=is_cpu)
+        self._max_step_tokens = self._chunk + config.max_running_requests
+        if not is_cpu:
+            self._chunk = min(self._chunk, self._max_pages * self._page_size)
+        self._graph_rows = min(config.max_running_requests, MAX_GRAPH_ROWS)
+
+    def _warm(self, backend: Backend, model: Decoder) -> None:
+        """Compile and load kernels while weights come."""
+        if self._ahead is not None:
+            self._ahead.wait()
+        backend.warm(_kinds(model), self._dtype, self._page_size)
+
+    def _runner(self, backend: Backend, model: Decoder, num_pages: int) -> ModelRunner:
+        device = backend.runtime.device
+        return ModelRunner(
+            model,
+            backend.ops,
+            backend.runtime,
+            kv_buffers.allocate(model.kv_spec, num_pages, self._page_size, self._dtype, device),
+            num_slots=self.config.max_running_requests + 1,
+            max_pages=self._max_pages,
+            page_size=self._page_size,
+            max_step_tokens=self._max_step_tokens,
+        )
 
     def _tiers(self, backend: Backend, runner: ModelRunner, dtype: torch.dtype) -> Tiers:
         """The tiers that the flags ask for; gives the runner their copies. Raises StartError."""
@@ -230,7 +289,7 @@ class Builder:
 
     def _backend(self) -> Backend:
         overrides = {}
-        if self.config.attention_backend is not None:
+        if self.config.attention_backend not in (None, "auto"):
             overrides["attend"] = self.config.attention_backend
         try:
             backend = registry.select(self.config.backend, overrides)
@@ -294,6 +353,12 @@ def has_tiers(config: EngineConfig) -> bool:
     if is_wanted and config.disable_radix_cache:
         raise StartError("--disable-radix-cache leaves nothing for the host cache to keep")
     return is_wanted
+
+
+def _kinds(model: Decoder) -> list[AttentionSpec]:
+    """One attention layer of each kind."""
+    kinds = {(s.window, s.softcap, s.head_dim): s for s in model.attention_specs}
+    return list(kinds.values())
 
 
 def check_each_step(config: EngineConfig) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class StepInputs:
 class _Layout(NamedTuple):
     """Where the arrays of a step lie: name, type, byte offset, bytes; and where they end."""
 
-    arrays: tuple[tuple[str, type, int, int], ...]
+    arrays: tuple[tuple[str, Any, int, int], ...]
     num_bytes: int
 
     @classmethod
@@ -181,7 +181,7 @@ class Inputs:
             return
         if self._is_fixed:
             raise RuntimeError(f"a step of {num_bytes} bytes is larger than any that was foreseen")
-        pin = not self._is_host
+        pin = self._device.type not in ("cpu", "meta")
         self._capacity = num_bytes
         self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self.staged = (

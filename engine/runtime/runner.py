@@ -116,6 +116,7 @@ class ModelRunner:
     ):
         self._graphs: StepGraphs[tuple[Tensor, Tensor, StepInputs]] | None = None
         self._turns = itertools.cycle([_Turn(num_slots, runtime.is_async) for _ in range(3)])
+        self._replan = getattr(ops, "replan", None)
         self.runtime = runtime
         self.model = model
         self.caches = caches
@@ -155,21 +156,26 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, max_rows: int, max_tokens: int) -> None:
         """Capture decode steps of up to max_rows requests, and short prefill steps, as graphs."""
-
-        def run(step: StepInputs) -> tuple[Tensor, Tensor, StepInputs]:
-            self.inputs.apply(step)
-            hidden = self.model.forward(step.tokens, step.meta, self.caches)
-            if step.meta.num_decode_rows < step.meta.num_rows:
-                hidden = hidden[step.meta.logit_tokens]
-            logits = self.model.logits(hidden)
-            drawn = self.sampler.draw(
-                logits, step.sampling, step.sample_slots, self.inputs.last_tokens
-            )
-            return logits, drawn, step
-
         self._graphs = StepGraphs(
-            self.runtime, self.inputs, self.sampler.table, run, max_rows, max_tokens
+            self.runtime, self.inputs, self.sampler.table, self.run, max_rows, max_tokens
         )
+
+    @torch.inference_mode()
+    def walk(self, num_tokens: int) -> None:
+        """Launch what a step of one chunk does, on a device that need not be there."""
+        self.run(
+            self.inputs.stage(chunk_plan(num_tokens, self.inputs.page_size), self.sampler.table)
+        )
+
+    def run(self, step: StepInputs) -> tuple[Tensor, Tensor, StepInputs]:
+        """A step that is to be captured: its logits, and the tokens as the sampler draws them."""
+        self.inputs.apply(step)
+        hidden = self.model.forward(step.tokens, step.meta, self.caches)
+        if step.meta.num_decode_rows < step.meta.num_rows:
+            hidden = hidden[step.meta.logit_tokens]
+        logits = self.model.logits(hidden)
+        last = self.inputs.last_tokens
+        return logits, self.sampler.draw(logits, step.sampling, step.sample_slots, last), step
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -187,6 +193,8 @@ class ModelRunner:
         sampled, scored = None, {}
         if graphs is not None and shape is not None:
             rows = self.inputs.restage(plan, sampler.table, shape)
+            if self._replan is not None:
+                self._replan(graphs.meta(shape), plan.kv_lens)
             logits, drawn, step = graphs.replay(shape)
         else:
             step = self.inputs.stage(plan, sampler.table)

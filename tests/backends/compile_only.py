@@ -12,18 +12,12 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver, jit
 
-from stoker.backends.triton.arch import ARCHS, current_arch
+from stoker.backends.triton import absent
+from stoker.backends.triton.absent import compile_only
+from stoker.backends.triton.arch import ARCHS
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
+TARGETS = {name: absent.TARGETS[name] for name in ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")}
 MATRIX_INSTRUCTIONS = {
     "sm_80": r"\bmma\.sync",
     "sm_90": r"\b(?:wgmma\.mma_async|mma\.sync)",
@@ -45,25 +39,6 @@ class Compiled:
     is_float32: bool  # its first argument is
 
 
-class NoDevice:
-    """What `JITFunction.run` asks of a driver when it only compiles."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return self.target  # the key of the function's kernel cache
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-
 class CompileOnly:
     """Context manager; `kernels` lists what was compiled.
 
@@ -76,25 +51,19 @@ class CompileOnly:
         self.kernels: list[Compiled] = []
 
     def __enter__(self):
-        self._driver, self._run = driver._active, jit.JITFunction.run
-        driver.set_active(NoDevice(TARGETS[self.name]))
-        current_arch.cache_clear()
         seen = set()
 
-        def run(function, *args, grid, warmup=False, **kwargs):
-            kernel = self._run(function, *args, grid=grid, warmup=True, **kwargs)
+        def note(function, kernel, args):
             if kernel.hash not in seen:
                 seen.add(kernel.hash)
                 self.kernels.append(self._describe(function.__name__, kernel, args))
-            return kernel
 
-        jit.JITFunction.run = run
+        self._context = compile_only(TARGETS[self.name], note)
+        self._context.__enter__()
         return self
 
-    def __exit__(self, *_):
-        jit.JITFunction.run = self._run
-        driver._active = self._driver
-        current_arch.cache_clear()
+    def __exit__(self, *raised):
+        return self._context.__exit__(*raised)
 
     def _describe(self, name: str, kernel, args) -> Compiled:
         shared, limit = kernel.metadata.shared, ARCHS[self.name].shared_bytes

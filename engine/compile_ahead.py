@@ -1,0 +1,153 @@
+"""Compiles a model's Triton kernels in other processes while the engine starts.
+
+Triton compiles a kernel when it is first launched: some forty for a model, half a second each, most
+of it with the GIL, so that threads do not help. Here another process imports what it needs while
+the first does the same, walks through the steps that will be captured with tensors that have no
+memory, and compiles each launch instead of making it; forks of it share the work. It needs no GPU,
+and all that it leaves is Triton's cache on disk. What it misses is compiled at first use, as ever.
+
+Runs on: loop, worker.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from .api.config import EngineConfig
+
+MAX_PROCESSES = 8
+MAX_WAIT_S = 60.0
+CUDA_ATTRIBUTES = {"major": 75, "minor": 76, "num_cores": 16}  # of cuDeviceGetAttribute
+
+
+class Device(NamedTuple):
+    """What kernels are compiled for."""
+
+    major: int
+    minor: int
+    num_cores: int
+
+
+class Ahead:
+    """The compiling process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]):
+        self._process = process
+
+    def wait(self) -> bool:
+        """Whether all is compiled, once it is, or after a minute without it."""
+        try:
+            return self._process.wait(MAX_WAIT_S) == 0
+        except subprocess.TimeoutExpired:
+            self.stop()
+            return False
+
+    def stop(self) -> None:
+        """End it and its forks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def start(config: EngineConfig) -> Ahead | None:
+    """Begin to compile, if a CUDA device will serve and its kernels are not known to be cached."""
+    if config.backend not in ("auto", "cuda") or importlib.util.find_spec("triton") is None:
+        return None
+    device = _first_cuda_device()
+    if device is None or not Path(config.model).exists() or _marker(config, device).exists():
+        return None
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, config.model_dump_json(), json.dumps(device)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return Ahead(process)
+
+
+def _first_cuda_device() -> Device | None:
+    """The first visible device, by the driver's library alone."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, value = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), 0):
+        return None
+    values = []
+    for attribute in CUDA_ATTRIBUTES.values():
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle):
+            return None
+        values.append(value.value)
+    return Device(*values)
+
+
+def _marker(config: EngineConfig, device: Device) -> Path:
+    """A file in Triton's cache that says that this was compiled; it goes when the cache goes."""
+    parts = [config.model_dump_json(), str(device), sys.version]
+    parts += [importlib.metadata.version(name) for name in ("torch", "triton")]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    sources = Path(__file__).parents[1] / "backends/triton"
+    model = Path(config.model) / "config.json"
+    for path in [*sorted(sources.glob("*.py")), *([model] if model.exists() else [])]:
+        digest.update(path.read_bytes())
+    home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", home))
+    return cache / f"stoker-{digest.hexdigest()[:32]}"
+
+
+def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> None:
+    """Compile what an engine of this configuration launches. Raises what the walk raises."""
+    import torch
+
+    from ..backends import cuda, registry
+    from ..backends.triton.absent import TARGETS, compile_only
+    from .build import Builder
+
+    torch.set_num_threads(1)
+    runtime = cuda.AbsentCuda((device.major, device.minor), device.num_cores)
+    name = f"sm_{device.major}{device.minor}"
+    with compile_only(TARGETS[name]), torch.inference_mode():
+        overrides = {} if config.attention_backend is None else {"attend": config.attention_backend}
+        builder = Builder(config.model_copy(update={"load_format": "dummy"}))
+        builder.find_files()
+        steps = builder.walk(registry.assemble(cuda, runtime, overrides), runtime.captured)
+        children = []
+        for i in range(num_processes):
+            child = os.fork()
+            if not child:
+                start = i * len(steps) // num_processes
+                for step in steps[start:] + steps[:start]:
+                    step()
+                os._exit(0)
+            children.append(child)
+        failed = [child for child in children if os.waitpid(child, 0)[1]]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {num_processes} processes failed")
+
+
+def main() -> None:
+    """The process that `start` begins."""
+    config = EngineConfig(**json.loads(sys.argv[1]))
+    device = Device(*json.loads(sys.argv[2]))
+    marker = _marker(config, device)
+    began = time.perf_counter()
+    compile_steps(config, device, min(MAX_PROCESSES, os.cpu_count() or 1))
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.write_text(f"{time.perf_counter() - began:.1f} s\n")
+
+
+if __name__ == "__main__":
+    main()
