@@ -20,7 +20,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from ..engine.api.messages import Stats
+from ..engine.api.messages import Stats, TierStats
 
 if TYPE_CHECKING:
     from ..engine import Output
@@ -138,6 +138,7 @@ class Metrics:
             ("loop_cpu_seconds", "CPU time of the event loop's thread", self.loop_cpu_s),
         ):
             yield CounterMetricFamily("stoker_" + name, text, total)
+        yield from _tiers(s.tiers)
         yield _labelled("stoker_choices_finished", "choices by their end", "reason", self.finished)
         yield _labelled("stoker_rejections", "requests refused", "reason", self.rejected)
         tokens = s.generated_tokens
@@ -259,6 +260,36 @@ class Meter:
         """The request ends here: its other choices count as `reason`."""
         self.metrics.finished[reason] += self.unfinished
         self.unfinished = 0
+
+
+def _tiers(t: TierStats) -> Iterator[Metric]:
+    """The cache tiers below the device; nothing where there are none."""
+    if not t.num_host_pages:
+        return
+    for name, text, value in (
+        ("host_cache_pages", "pages that the host cache holds", t.num_host_pages),
+        ("host_cache_pages_used", "pages of the host cache in use", t.num_host_used),
+    ):
+        yield GaugeMetricFamily("stoker_" + name, text, value)
+    yield _labelled(
+        "stoker_tier_cached_tokens",
+        "prompt tokens that came out of a tier below the device",
+        "tier",
+        dict(t.cached_tokens),
+    )
+    moves = ("saved", "unsaved", "loaded", "fetched", "damaged", "put", "unput", "evicted")
+    yield _labelled(
+        "stoker_tier_pages",
+        "pages by what happened: saved to the host, loaded from it, evicted from it, fetched from "
+        "a store, found damaged there, put into one; unsaved and unput: for want of room",
+        "event",
+        {move: getattr(t, move + "_pages") for move in moves},
+    )
+    yield CounterMetricFamily(
+        "stoker_prefetch_timeouts",
+        "requests that went on before the stores had answered",
+        t.prefetch_timeouts,
+    )
 
 
 def _labelled(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:

@@ -34,6 +34,7 @@ def load(path: str):
 
 
 core = load("tests/core/conftest.py")
+model = load("tests/runtime/conftest.py").tiny_model
 
 
 class TieredEngine(core.Engine):

@@ -20,13 +20,6 @@ PROMPT = array("i", [(7 * i + i // 13) % 250 for i in range(200)])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture
-def model(tiered, tmp_path_factory):
-    """The tiny model of tests/runtime."""
-    tiny = tiered.load("tests/runtime/conftest.py").tiny_model
-    return getattr(tiny, "__wrapped__", tiny)(tmp_path_factory)
-
-
 def config(model, **kw) -> EngineConfig:
     defaults = {"backend": "cpu", "threads": 1, "dtype": "float32", "page_size": 16}
     defaults |= {"kv_tokens": 512, "max_running_requests": 4, "check": True}
