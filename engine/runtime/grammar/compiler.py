@@ -39,11 +39,12 @@ START_S = 30.0  # to start a worker; it is no request's fault when a machine is 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a request carries into the engine: compiled, and when it begins."""
+    """What a request carries into the engine: compiled, when it begins, and when it may end."""
 
     compiled: Compiled
     vocabulary: Vocabulary
     reasoning: Reasoning | None = None
+    min_tokens: int = 0
 
     def matcher(self) -> Matcher:
         """For one sequence, at its beginning."""
@@ -192,6 +193,10 @@ class GrammarCompiler:
             deadline = time.monotonic() + self._timeout_s
             future = self._running[key] = self._threads.submit(self._compile, spec, key, deadline)
             return future
+
+    def bind(self, compiled: Compiled, spec: GrammarSpec) -> Grammar:
+        """What a request carries."""
+        return Grammar(compiled, self._vocabulary, spec.reasoning)
 
     def close(self) -> None:
         """End the workers."""

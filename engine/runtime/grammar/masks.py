@@ -34,7 +34,7 @@ class Constraint:
         self.grammar: Grammar = a.grammar
         self.matcher = self.grammar.matcher()
         self.stop_ids = np.array(a.stop_token_ids, np.int64)
-        self.min_output = a.params.min_tokens
+        self.min_output = self.grammar.min_tokens
         self.num_output = 0
         self.has_failed = False
         self.accept(a.tokens[a.prompt_len :].tolist())

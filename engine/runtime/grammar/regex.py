@@ -492,6 +492,5 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def _char(code: int) -> str:
-    if code < 0x80:
-        return chr(code) if chr(code).isalnum() else f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\u{{{code:x}}}"
+    # xgrammar reads as many digits as there are after \x; braces end them.
+    return chr(code) if code < 0x80 and chr(code).isalnum() else f"\\u{{{code:x}}}"

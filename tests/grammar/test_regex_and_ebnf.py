@@ -1,0 +1,221 @@
+"""Regular expressions, grammars, choices and structural tags, sampled and checked."""
+
+import json
+import re
+
+import pytest
+
+from stoker.engine.api.errors import RequestError
+from stoker.engine.api.grammar import GrammarSpec
+from stoker.engine.runtime.grammar import regex
+
+NUM_SAMPLES = 20
+
+REGEXES = {
+    "digits": r"\d{3}-\d{4}",
+    "anchored": r"^[a-z]+$",
+    "alternatives": r"yes|no|maybe( later)?",
+    "classes": r"[^\W\d_]{2,5}\s[A-F]?",
+    "escapes": r"\(\[\{\\\}\]\)\.\*\+\?\^\$\|",
+    "hexadecimal": r"\x41[\u0042-\u0044]\u{1F600}?",
+    "unicode": r"[α-ω]{3}é+漢",
+    "dot": r".{5}",
+    "line breaks": r"a\nb\tc",
+    "nested groups": r"((a|b)(c|(d|e)){2}){1,3}",
+    "named groups": r"(?P<year>\d{4})-(?<month>0[1-9]|1[0-2])",
+    "lazy": r"<b>[^<]{0,6}?</b>",
+    "empty alternative": r"x(|y|z)w",
+    "e-mail": r"[a-z0-9]{1,6}@[a-z]{2,5}\.(com|org)",
+    "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
+}
+REFUSED_REGEXES = {
+    "look-ahead": r"(?=a)a",
+    "back-reference": r"(a)\1",
+    "word boundary": r"\bword\b",
+    "flags": r"(?i)abc",
+    "anchor inside": r"a^b",
+    "unbalanced": r"(ab",
+    "unknown escape": r"\q",
+    "surrogate": r"\ud800",
+    "huge repeat": r"(a{1000}){1000}",
+    "deep nesting": "(" * 60 + "a" + ")" * 60,
+}
+GRAMMARS = {
+    "greeting": (
+        'root ::= "Hello, " name "!"\nname ::= [A-Z] [a-z]{1,6}',
+        r"Hello, [A-Z][a-z]{1,6}!",
+    ),
+    "sum": (
+        'root ::= num (op num){1,3}\nop ::= "+" | "-"\nnum ::= [1-9] [0-9]?',
+        r"[1-9]\d?([+-][1-9]\d?){1,3}",
+    ),
+    "list": ('root ::= "[" item ("," item)* "]"\nitem ::= "a" | "bc"', r"\[(a|bc)(,(a|bc))*\]"),
+    "recursion": ('root ::= "(" root ")" | "x"', r"\(*x\)*"),
+    "unicode": ('root ::= [α-ω]{2} "é" "\\u6f22"?', "[α-ω]{2}é漢?"),
+}
+
+
+def _samples(grammar, random_model):
+    texts = [random_model.sample(grammar.matcher(), seed) for seed in range(NUM_SAMPLES)]
+    assert None not in texts, "an output did not end"
+    return texts
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("name", REGEXES)
+def test_sampled_outputs_match_the_regular_expression(name, library, compiled, random_model):
+    source = REGEXES[name].replace("(?<", "(?P<")
+    pattern = re.compile(re.sub(r"\\u\{1F600\}", "😀", source))
+    for text in _samples(compiled("regex", REGEXES[name], library), random_model):
+        assert pattern.fullmatch(text), text
+
+
+@pytest.mark.parametrize("name", REFUSED_REGEXES)
+def test_what_is_no_regular_language_or_too_large_is_refused(name, compiled):
+    with pytest.raises(RequestError) as error:
+        compiled("regex", REFUSED_REGEXES[name])
+    assert error.value.status == 400
+
+
+def test_unicode_properties_go_to_the_library_that_knows_them(compiled, random_model):
+    grammar = compiled("regex", r"\p{Lu}{2}\p{Nd}")
+    assert type(grammar).__name__ == "LlguidanceCompiled"
+    for text in _samples(grammar, random_model):
+        assert len(text) == 3
+        assert text[:2].isupper()
+        assert text[2].isdecimal()
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_sampled_outputs_match_the_grammar(name, library, compiled, random_model):
+    source, expected = GRAMMARS[name]
+    for text in _samples(compiled("ebnf", source, library), random_model):
+        assert re.fullmatch(expected, text), text
+        if name == "recursion":
+            assert text.count("(") == text.count(")")
+
+
+@pytest.mark.parametrize(
+    "source", ["", 'start ::= "a"', "root ::= other", "root ::= [a-", "root ::= root"]
+)
+def test_a_wrong_grammar_is_refused(source, compiled):
+    with pytest.raises(RequestError) as error:
+        compiled("ebnf", source)
+    assert error.value.status == 400
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+def test_a_choice_is_one_of_the_texts(library, compiled, random_model):
+    texts = ["yes", "no", "not sure", "naïve 漢字 😀", 'quote " and \\', "[a-z]*"]
+    grammar = compiled("choice", json.dumps(texts), library)
+    samples = _samples(grammar, random_model)
+    assert set(samples) <= set(texts)
+    assert len(set(samples)) > 1
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+def test_a_structural_tag_holds_its_schemas(library, compiled, random_model):
+    number = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    call = {
+        "type": "tag",
+        "begin": "<f>",
+        "end": "</f>",
+        "content": {"type": "json_schema", "json_schema": number},
+    }
+    text = {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "Now: "},
+            {
+                "type": "tags_with_separator",
+                "tags": [call],
+                "separator": "\n",
+                "at_least_one": True,
+            },
+            {"type": "optional", "content": {"type": "regex", "pattern": "[!?]{2}"}},
+        ],
+    }
+    grammar = compiled("structural_tag", json.dumps({"format": text}), library)
+    for sample in _samples(grammar, random_model):
+        assert re.fullmatch(r"Now: (<f>[^<]*</f>\n?)+([!?]{2})?", sample), sample
+        for inner in re.findall(r"<f>(.*?)</f>", sample, re.DOTALL):
+            assert isinstance(json.loads(inner)["n"], int)
+
+
+def test_the_older_form_of_structural_tags_waits_for_its_trigger(compiled, vocabulary, tokenizer):
+    tag = {
+        "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+        "triggers": ["<f"],
+    }
+    grammar = compiled("structural_tag", json.dumps(tag))
+
+    def accepts(text):
+        matcher = grammar.matcher()
+        ids = [*tokenizer.encode(text, False), vocabulary.stop_ids[0]]
+        return all(matcher.accept(i) for i in ids)
+
+    assert accepts("free text, a < b")
+    assert accepts("then <f>12</f> and more <f>3</f>")
+    assert not accepts("then <f>twelve</f>")
+    assert not accepts("then <f>12")
+
+
+@pytest.mark.parametrize(
+    ("tag", "pointer"),
+    [
+        ({}, "/format"),
+        ({"format": {"type": "nothing"}}, "/format"),
+        ({"format": {"type": "regex", "pattern": "("}}, "/format/pattern"),
+        (
+            {"format": {"type": "json_schema", "json_schema": {"not": {}}}},
+            "/format/json_schema/not",
+        ),
+        (
+            {
+                "format": {
+                    "type": "tag",
+                    "begin": "a",
+                    "end": "b",
+                    "extra": 1,
+                    "content": {"type": "any_text"},
+                }
+            },
+            "/format/extra",
+        ),
+        (
+            {"format": {"type": "json_schema", "json_schema": {}, "any_order": True}},
+            "/format/any_order",
+        ),
+    ],
+)
+def test_a_wrong_structural_tag_is_refused_with_its_pointer(tag, pointer, compiled):
+    with pytest.raises(RequestError, match=re.escape(f" {pointer}:")):
+        compiled("structural_tag", json.dumps(tag))
+
+
+def test_a_set_is_written_one_bracket_for_each_length_in_utf8():
+    node = regex.parse("[^a]")
+    assert regex.write(node) == (
+        r"(?:[\u{0}-\u{60}b-\u{7f}]|[\u{80}-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|"
+        r"[\u{10000}-\u{10ffff}])"
+    )
+
+
+def test_equal_sources_are_compiled_once_and_errors_are_remembered(compilers):
+    compiler = compilers["xgrammar"]
+    before = compiler.num_misses
+    spec = GrammarSpec("regex", "once[0-9]")
+    first, second = compiler.submit(spec), compiler.submit(spec)
+    assert first.result() is second.result() is compiler.submit(spec).result()
+    bad = GrammarSpec("regex", "once(", param="regex")
+    for _ in range(2):
+        with pytest.raises(RequestError) as error:
+            compiler.submit(bad).result()
+        assert error.value.param == "regex"
+    assert compiler.num_misses == before + 2
