@@ -27,6 +27,7 @@ SELECTIONS = {
     "linear": ("triton_linear_cases.py", ""),
     "pages": ("triton_page_cases.py", ""),
     "moe": ("triton_moe_cases.py", ""),
+    "flashinfer": ("flashinfer_cases.py", ""),
     "experts": ("test_contract.py", "(experts and not float16) or test_route or logits"),
 }  # fmt: skip
 
