@@ -81,11 +81,11 @@ class GPUThread(threading.Thread):
             scheduler, runner = self._load()
             if self._open_log is not None:
                 self._log = self._open_log(scheduler, runner)
+            if runner.copies is not None:
+                runner.copies.start(self.inbox.put)
         except BaseException as error:  # reported to whoever starts the engine
             self._on_ready(error)
             return
-        if runner.copies is not None:
-            runner.copies.start(self.inbox.put)
         self._on_ready(None)
         try:
             self._loop(scheduler, runner)
