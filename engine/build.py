@@ -355,6 +355,28 @@ def has_tiers(config: EngineConfig) -> bool:
     return is_wanted
 
 
+def build_modules(config: EngineConfig) -> list[str]:
+    """Have a backend's libraries compile what serving this model needs, which may take minutes.
+
+    Returns:
+        The names of what was compiled.
+
+    Raises:
+        StartError: the model's config cannot be read, the backend cannot run, a compiler fails.
+    """
+    builder = Builder(config)
+    builder.find_files()
+    try:
+        backend = registry.select(config.backend)
+        builder._size(backend.runtime)
+        model = Decoder(
+            builder.files.config, backend.ops, torch.device("meta"), builder._dtype, max_positions=1
+        )
+        return registry.build(backend.runtime.name, _kinds(model), builder._dtype)
+    except BackendError as error:
+        raise StartError(str(error)) from None
+
+
 def _kinds(model: Decoder) -> list[AttentionSpec]:
     """One attention layer of each kind."""
     kinds = {(s.window, s.softcap, s.head_dim): s for s in model.attention_specs}

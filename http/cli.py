@@ -1,4 +1,4 @@
-"""The `stoker` command: serve, chat, generate, bench, simulate, backends, version.
+"""The `stoker` command: serve, chat, generate, bench, simulate, warm, backends, version.
 
 Nothing heavy is imported before a command needs it. Errors are one line on stderr; the exit code is
 2 where the command is wrong, 70 where the engine failed.
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "Serve a load in virtual time, to plan capacity; no device is needed."
     add_simulate_flags(command("simulate", _simulate, text))
 
+    settings(command("warm", _warm, "Compile what serving a model needs, so that starts do not."))
     command("backends", _backends, "What each backend would use on this machine, and why not.")
     command("version", _version, "Print the version.")
     return parser
@@ -188,6 +189,20 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from .simulate import run_simulate
 
     return run_simulate(_config(arguments, log_level="warning"), arguments)
+
+
+def _warm(arguments: argparse.Namespace) -> None:
+    """Libraries first; then a start with random weights compiles and measures the rest."""
+    config = _config(arguments).model_copy(update={"load_format": "dummy"})
+    from ..engine.build import build_modules
+
+    for name in build_modules(config):
+        log.info("compiled %s", name)
+
+    async def run() -> None:
+        await (await start_engine(config)).close()
+
+    _run(run())
 
 
 def _backends(_: argparse.Namespace) -> None:

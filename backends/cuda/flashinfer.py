@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..api import AttentionSpec, BatchMeta, LayerCache
+from ..api import AttentionSpec, BackendError, BatchMeta, LayerCache
 from ..cache import cache_folder
 
 if has_triton := importlib.util.find_spec("triton") is not None:
@@ -195,14 +195,23 @@ class FlashInferOps:
         return "it is no faster here than our kernels, as measured" if is_built else NOT_BUILT
 
     def build(self, specs: Iterable[AttentionSpec], dtype: torch.dtype) -> list[str]:
-        """Build, with nvcc, the modules that a model with such layers wants; their names."""
+        """Build, with nvcc, the modules that a model with such layers wants; their names.
+
+        Raises:
+            BackendError: nvcc is missing, or fails.
+        """
+        if importlib.util.find_spec("flashinfer") is None:
+            return []
         from flashinfer.jit import build_jit_specs
 
         kinds = _kinds(specs, dtype)
         modules = [module(kind, which) for kind in kinds for which in wanted_modules()]
         missing = [m for m in {m.name: m for m in modules}.values() if not m.is_compiled]
-        if missing:
+        try:
             build_jit_specs(missing)
+        except (RuntimeError, OSError) as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise BackendError(f"FlashInfer's modules cannot be built: {first}") from error
         return [m.name for m in missing]
 
     # --- a step ---
