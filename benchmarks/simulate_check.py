@@ -3,10 +3,11 @@
     python benchmarks/simulate_check.py h200    # the roofline against docs/performance.md
     python benchmarks/simulate_check.py cpu     # a server here: fit to one load, predict another
 
-`cpu` serves smollm2-135m with --step-log, loads it with short runs of other lengths and numbers of
-streams before and after the load that is to be predicted (32 streams, prompts of 128 tokens, 64
-out), fits the costs to the steps of the short runs only, and compares. The client shares the cores
-with the server, as everywhere in docs/performance.md. With --client COMMAND that load is sent by
+`cpu` serves smollm2-135m with --step-log and sends in turn short runs of other lengths and numbers
+of streams, and the load that is to be predicted (32 streams, prompts of 128 tokens, 64 out); three
+times, some two minutes on a quiet machine. The costs are fitted to the steps of the short runs only
+and what they predict is compared with the median of the loads. The client shares the cores with the
+server, as everywhere in docs/performance.md. With --client COMMAND that load is sent by
 another client, which must print one JSON object with out_tok_s and ttft_p50; {url} in the command
 is the server. The exit code is 1 where a prediction is more than 15% off.
 """
@@ -22,7 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import numpy as np
 
@@ -34,13 +35,14 @@ from stoker.engine.simulate_roofline import ModelShape, RooflineCost, find_card
 LIMIT = 0.15
 STOKER = [sys.executable, "-m", "stoker.http"]
 LOAD = {"requests": 64, "concurrency": 32, "prompt-len": 128, "output-len": 64}
-CALIBRATION = (  # name, requests, streams, prompt, output
-    (4, 1, 100, 40),
-    (12, 4, 180, 30),
-    (36, 12, 90, 50),
-    (60, 28, 160, 24),
-    (80, 40, 60, 40),
+CALIBRATION = (  # requests, streams, prompt, output
+    (2, 1, 100, 40),
+    (8, 4, 180, 30),
+    (24, 12, 90, 40),
+    (40, 28, 160, 24),
+    (56, 40, 60, 32),
 )
+ROUNDS = 3  # of calibration and load; another calibration comes last
 
 
 class Comparison:
@@ -103,33 +105,45 @@ def cpu(model: str, client: str | None, port: int) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = folder / "all.jsonl"
+        measured: list[dict[str, float]] = []
+        loads: list[tuple[float, float]] = []  # when they ran
         with _server(model, port, log) as url:
             _bench(url, folder, *CALIBRATION[0])  # the first steps of a server are slower
             began = time.time()
-            for run in CALIBRATION:
-                _bench(url, folder, *run)
-            load_began = time.time()
-            measured = _other_client(client, url) if client else _bench(url, folder, *LOAD.values())
-            load_ended = time.time()
-            for run in CALIBRATION:
-                _bench(url, folder, *run)
-        steps = folder / "steps.jsonl"
+            for _ in range(ROUNDS):
+                _calibrate(url, folder)
+                load_began = time.time()
+                measured.append(
+                    _other_client(client, url) if client else _bench(url, folder, *LOAD.values())
+                )
+                loads.append((load_began, time.time()))
+            _calibrate(url, folder)
         header, *lines = log.read_text().splitlines(keepends=True)
-        times = [json.loads(line)["at_s"] for line in lines]
-        kept = [
-            line
-            for line, at in zip(lines, times, strict=True)
-            if at > began and not load_began <= at <= load_ended
-        ]
+        steps = folder / "steps.jsonl"
+        kept = [line for line in lines if _is_between(json.loads(line)["at_s"], began, loads)]
         steps.write_text("".join([header, *kept]))
         flags = [f"--{name}={value}" for name, value in LOAD.items()]
         out = folder / "simulated.json"
         subprocess.run([*STOKER, "simulate", "--steps", steps, *flags, "--json", out], check=True)
         predicted = json.loads(out.read_text())["summary"]
     table = Comparison()
-    table.row("output tokens/s", measured["rate"], predicted["output_tokens_per_s"])
-    table.row("TTFT ms", measured["ttft_ms"], predicted["ttft_ms"]["p50"])
+    rate, ttft_ms = (median(run[name] for run in measured) for name in ("rate", "ttft_ms"))
+    table.row("output tokens/s", rate, predicted["output_tokens_per_s"])
+    table.row("TTFT ms", ttft_ms, predicted["ttft_ms"]["p50"])
+    print(
+        "measured in each round:", *(f"{run['rate']:.0f} {run['ttft_ms']:.0f}" for run in measured)
+    )
     return table.exit_code
+
+
+def _calibrate(url: str, folder: Path) -> None:
+    for run in CALIBRATION:
+        _bench(url, folder, *run)
+
+
+def _is_between(at: float, began: float, loads: list[tuple[float, float]]) -> bool:
+    """Whether a step belongs to a calibration."""
+    return at > began and not any(first <= at <= last for first, last in loads)
 
 
 @contextmanager
@@ -154,7 +168,7 @@ def _server(model: str, port: int, log: Path) -> Iterator[str]:
 
 def _bench(
     url: str, folder: Path, requests: int, streams: int, prompt: int, output: int
-) -> dict[str, Any]:
+) -> dict[str, float]:
     out = folder / "bench.json"
     seed = time.time_ns() % 2**31  # new prompts each time: nothing is in the cache
     flags = {"url": url, "requests": requests, "concurrency": streams, "prompt-len": prompt}
@@ -165,7 +179,7 @@ def _bench(
     return {"rate": result["output_tokens_per_s"], "ttft_ms": result["ttft_ms"]["p50"]}
 
 
-def _other_client(command: str, url: str) -> dict[str, Any]:
+def _other_client(command: str, url: str) -> dict[str, float]:
     line = subprocess.run(
         command.format(url=url), shell=True, check=True, capture_output=True, text=True
     ).stdout

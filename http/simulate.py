@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CARD_PAGE_SIZE = 64
-CAPACITY_ROUNDS = 6  # halvings of the last doubling: the rate is found within 2%
+CAPACITY_ROUNDS = 5  # halvings of the last doubling: the rate is found within 3%
+MIN_RATE = 1e-3  # that the search tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,28 +144,30 @@ def _summary(result: Result, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_rate(device: Device, arguments: argparse.Namespace) -> int:
-    """Double the rate until the objective is missed, then bisect."""
+    """Double or halve the rate until that changes whether the objective is met, then bisect."""
     if arguments.slo_ttft_ms is None and arguments.slo_tpot_ms is None:
         raise StartError("--find-rate needs --slo-ttft-ms or --slo-tpot-ms")
-    if arguments.trace or arguments.rate or arguments.concurrency:
-        raise StartError("--find-rate chooses the arrivals: no --trace, --rate, --concurrency")
+    if arguments.trace or arguments.concurrency:
+        raise StartError("--find-rate chooses the arrivals: no --trace, no --concurrency")
     tried: dict[float, dict[str, Any]] = {}
 
     def is_met(rate: float) -> bool:
-        result = _simulate(device, arguments, _load(arguments, rate))
-        summary = tried[rate] = _summary(result, arguments)
-        share = summary["slo_attainment"]
-        print(f"{rate:10.3f} requests/s: {share:7.2%} good", flush=True)
-        return share >= arguments.find_rate
+        if rate not in tried:
+            result = _simulate(device, arguments, _load(arguments, rate))
+            tried[rate] = _summary(result, arguments)
+            share = tried[rate]["slo_attainment"]
+            print(f"{rate:10.3f} requests/s: {share:7.2%} good", flush=True)
+        return tried[rate]["slo_attainment"] >= arguments.find_rate
 
-    # The load must last: with a rate of more than this all requests arrive at once.
-    low, high = 0.0, 1 / 64
-    while is_met(high):
-        low, high = high, high * 2
-        if high > arguments.requests:
-            raise StartError("the objective is met even where all requests arrive within a second")
-    if not low:
-        raise StartError(f"the objective is missed even at {high:.3f} requests a second")
+    rate = arguments.rate or 1.0
+    factor = 2.0 if is_met(rate) else 0.5
+    while is_met(rate) == (factor > 1):
+        rate *= factor
+        if rate > arguments.requests:
+            raise StartError("it is met even where all --requests arrive within a second: add some")
+        if rate < MIN_RATE:
+            raise StartError(f"it is missed even at {rate / factor:.3g} requests a second")
+    low, high = sorted((rate, rate / factor))
     for _ in range(CAPACITY_ROUNDS):
         middle = (low + high) / 2
         low, high = (middle, high) if is_met(middle) else (low, middle)

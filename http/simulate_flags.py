@@ -15,7 +15,7 @@ from ..engine.api.config import EngineConfig
 from .settings import add_flags
 
 GROUPS = ("scheduling", "memory")  # of the engine's settings, those that a simulation heeds,
-ALSO = ("model", "max_model_len", "dtype", "queue_timeout", "check")  # and these
+ALSO = ("model", "max_model_len", "dtype", "queue_timeout", "seed", "check")  # and these
 ROUTERS = ("round-robin", "least-loaded", "cache-aware")
 
 
@@ -92,7 +92,8 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
         "--find-rate",
         type=_share,
         metavar="SHARE",
-        help="search the highest --rate at which this share of the requests is good (0.99)",
+        help="search the highest rate at which this share of the requests is good, as 0.99; --rate "
+        "is where the search begins",
     )
     add("--json", type=Path, metavar="FILE", help="write the result to this file")
     add("--plots", type=Path, metavar="DIR", help="draw PNGs into this folder (needs matplotlib)")

@@ -1,11 +1,20 @@
 """A device whose steps take a time that is known by heart."""
 
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from stoker.engine.api.config import EngineConfig
 from stoker.engine.simulate import EngineSpec, simulate
+
+_SPEC = importlib.util.spec_from_file_location(
+    "tiny", Path(__file__).parents[1] / "runtime" / "conftest.py"
+)
+_tiny = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_tiny)
+tiny_model = _tiny.tiny_model
 
 
 @dataclass(frozen=True)
