@@ -126,7 +126,7 @@ def launch(
         step,
         rows,
         slots.serial[rows],
-        [slots.owner(slot) for slot in rows.tolist()],
+        slots.owners(rows),
         q_lens,
         kv_lens,
         samples,

@@ -108,9 +108,8 @@ class Request:
         self.wants_logprobs = add.params.logprobs is not None or self.prompt_logprobs is not None
         self.finish_reason: FinishReason | None = None
 
-    def append(self, token: int) -> FinishReason | None:
-        """A new output token; tells whether it is the last, and why."""
-        self.tokens.append(token)
+    def end_at(self, token: int) -> FinishReason | None:
+        """Whether its last token is the end, and why."""
         length = len(self.tokens)
         if token in self.stop_token_ids and length - self.prompt_len >= self.add.params.min_tokens:
             return "stop"

@@ -70,6 +70,8 @@ COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all ot
 
 STEPS_UNTIL_LARGER = 64  # after a step that ran out of memory, until twice as much is tried
 
+NO_TIERS = TierStats()
+
 
 class Scheduler:
     """The state machine. Time is an argument; it has no thread, no clock and no device.
@@ -661,6 +663,7 @@ class Scheduler:
         finite = result.is_finite.tolist()
         sampled = result.tokens.tolist()
         samples = step.samples.tolist()
+        forced = result.forced
         rows = zip(step.requests, sampled, samples, finite, strict=True)
         for row, (request, token, is_sampled, is_finite) in enumerate(rows):
             if request.finish_reason is not None:
@@ -674,9 +677,13 @@ class Scheduler:
             if not is_sampled:
                 continue
             token_ids: tuple[int, ...] = (token,)
-            reason = request.append(token)
-            if row in result.forced and reason is None:
-                reason, token_ids = self._force(request, token, result.forced[row])
+            reason: FinishReason | None = None
+            tokens = request.tokens
+            tokens.append(token)
+            if token in request.stop_token_ids or len(tokens) >= request.limit:
+                reason = request.end_at(token)
+            if row in forced and reason is None:
+                reason, token_ids = self._force(request, token, forced[row])
             num_generated += len(token_ids)
             logprobs = prompt_logprobs = None
             if request.wants_logprobs:
@@ -709,7 +716,8 @@ class Scheduler:
         token_ids = [token]
         for each in forced:
             token_ids.append(each)
-            reason = request.append(each)
+            request.tokens.append(each)
+            reason = request.end_at(each)
             if reason is not None:
                 break
         if slot := request.slot:
@@ -854,8 +862,8 @@ class Scheduler:
 
     # ---- figures and checks ------------------------------------------------------------------
 
-    def stats(self) -> Stats:
-        """Figures of now, and counters since the start."""
+    def stats(self, **seconds: float) -> Stats:
+        """Figures of now, and counters since the start; the caller knows those of time."""
         return Stats(
             num_running=len(self.slots.order),
             num_waiting=len(self.waiting) + sum(map(len, self._siblings.values())),
@@ -875,7 +883,8 @@ class Scheduler:
             num_locked_pages=self.tree.num_protected,
             evicted_pages=self.tree.num_evicted,
             batch_tokens=self._batch_tokens,
-            tiers=TierStats() if self.tiers is None else self.tiers.stats(),
+            tiers=NO_TIERS if self.tiers is None else self.tiers.stats(),
+            **seconds,
         )
 
     def check(self) -> None:

@@ -58,9 +58,11 @@ class Slots:
         assert request is not None
         return request
 
-    def owners(self) -> list[Request]:
-        """The running requests in order of admission."""
-        return [self.owner(slot) for slot in self.order.tolist()]
+    def owners(self, slots: np.ndarray | None = None) -> list[Request]:
+        """The requests in some slots that are in use; all, in order of admission, by default."""
+        owners = self._owners
+        numbers = (self.order if slots is None else slots).tolist()
+        return [owners[slot] for slot in numbers]  # type: ignore[misc]
 
     def open(self, request: Request, pages: np.ndarray, num_computed: int) -> int:
         """Give a request a slot; its first num_computed tokens are in `pages`, int32 [n]."""

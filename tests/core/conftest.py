@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stoker.engine.api.messages import Abort, Add, Flush, Refused, Tokens
+from stoker.engine.api.messages import Abort, Add, CacheEvent, Flush, Refused, Tokens  # noqa: F401 (for other files)
 from stoker.engine.api.sampling_params import SamplingParams
 from stoker.engine.core.plan import FROM_DEVICE, Logprobs, StepResult
 from stoker.engine.core.request import derive_seed
