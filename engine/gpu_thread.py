@@ -17,8 +17,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -129,7 +127,7 @@ class GPUThread(threading.Thread):
             if self._check:
                 scheduler.check()
             if facts or result is not None or num_received:  # an abort changes figures only
-                self._post(facts, replace(scheduler.stats(), **spent.seconds))
+                self._post(facts, scheduler.stats(**spent.seconds))
             spent.count("commit_s")
             if result is not None and self._log is not None:
                 self._log.done(result.seconds, spent.own_s)
@@ -194,7 +192,7 @@ class _Spent:
 
     def __init__(self) -> None:
         names = ("plan_s", "launch_s", "wait_s", "commit_s", "cpu_s", "device_s")
-        self.seconds: dict[str, Any] = dict.fromkeys(names, 0.0)
+        self.seconds = dict.fromkeys(names, 0.0)
         self.start()
 
     @property
