@@ -287,9 +287,11 @@ class FlashInferOps:
             yield tokens, wrapper
 
     def _captured_wrapper(self, kind: Kind, use: Use, meta: BatchMeta) -> Any:
-        """Made before the capture, by the run that warms it up."""
+        """Made before the capture: a runtime runs what cannot be captured at once."""
         rows, device = meta.num_rows, meta.kv_lens.device
         if (kind, rows) not in self._captured:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a plan of FlashInfer's cannot be made within a capture")
             key = kind, "captured"
             if key not in self._spaces:
                 self._spaces[key] = Space(self._float_space(device))
@@ -307,8 +309,9 @@ class FlashInferOps:
                 paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=last,
             )
-            self._captured[kind, rows] = captured = Captured(wrapper, indptr, indices)
+            captured = Captured(wrapper, indptr, indices)
             self._plan_captured(kind, captured, np.ones(rows, np.int32), meta.page_size)
+            self._captured[kind, rows] = captured
         captured = self._captured[kind, rows]
         if (PLAN_KEY, kind) not in meta.plans:  # once a step
             meta.plans[PLAN_KEY, kind] = captured
