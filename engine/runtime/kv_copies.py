@@ -253,6 +253,8 @@ class _CopyStream:
 
     def _save(self, order: Save) -> Any:
         main = torch.accelerator.current_stream(self._device)
+        for events in self._loaded:  # what a step has not waited for yet may be saved again
+            main.wait_event(events[-1])
         room = self._staging[0].shape[0]
         pages = self._to_device(order.pages)
         rows = self._to_device(np.arange(room, dtype=np.int32))
