@@ -289,7 +289,7 @@ class Builder:
 
     def _backend(self) -> Backend:
         overrides = {}
-        if self.config.attention_backend not in (None, "auto"):
+        if self.config.attention_backend is not None:
             overrides["attend"] = self.config.attention_backend
         try:
             backend = registry.select(self.config.backend, overrides)

@@ -126,6 +126,15 @@ class EngineConfig(BaseModel):
     tlru_next_prompt: int = option(
         256, "for tlru: tokens that a next turn is expected to add", "memory", ge=0
     )
+    warm_prefixes: str | None = option(
+        None,
+        "file of prompts that are computed at the start and stay cached: a JSON object a line with "
+        "prompt or messages, and pin (1; higher is kept longer) and cache_salt if needed",
+        "memory",
+    )
+    cache_events: bool = option(
+        False, "tell what enters and leaves the prefix cache (GET /cache_events)", "memory"
+    )
     disable_radix_cache: bool = option(False, "compute every prompt from its first token", "memory")
     chunked_prefill_size: int | None = option(
         None, "most new tokens a step; the backend's best by default", "scheduling", ge=1
@@ -196,6 +205,11 @@ class EngineConfig(BaseModel):
         None, "write each step's size and time into this file, for stoker simulate", "debug"
     )
 
+    @field_validator("attention_backend")
+    @classmethod
+    def _check_attention_backend(cls, value: str | None) -> str | None:
+        return None if value == "auto" else value
+
     @field_validator("client_weights")
     @classmethod
     def _check_weights(cls, value: str) -> str:
@@ -204,6 +218,8 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:
+        if self.disable_radix_cache and self.warm_prefixes is not None:
+            raise ValueError("--warm-prefixes needs what --disable-radix-cache turns off")
         if self.disable_radix_cache and self.schedule_policy in CACHE_AWARE:
             raise ValueError(
                 f"--schedule-policy {self.schedule_policy} orders by the prefix cache, which "

@@ -54,3 +54,8 @@ def test_the_command_builds_and_starts_once(folder):
     flags = ["--backend", "cpu", "--kv-tokens", "512", "--dtype", "float32"]
     assert cli.main(["warm", folder, *flags]) == 0
     assert Library.asked == [(4, 2, 16, 4)]
+
+
+def test_auto_leaves_the_provider_of_attention_to_measurement():
+    assert EngineConfig(attention_backend="auto").attention_backend is None
+    assert EngineConfig(attention_backend="triton").attention_backend == "triton"
