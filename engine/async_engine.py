@@ -13,21 +13,26 @@ import logging
 import os
 import random
 import sys
+import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from . import compile_ahead
 from .api.config import EngineConfig
 from .api.errors import EngineError, Overloaded, RequestError, StartError
+from .api.grammar import GrammarSpec
 from .api.messages import (
     Abort,
     Add,
+    CacheEvent,
     Fact,
     FinishReason,
     Flush,
@@ -40,10 +45,15 @@ from .api.messages import (
     Tokens,
 )
 from .api.sampling_params import SamplingParams
+from .cache_feed import CacheFeed
+from .text.answer import AnswerDetokenizer, AnswerFormat
+from .text.chat_template import ChatTemplate
 from .text.detokenizer import Detokenizer
+from .warm_prefixes import read_prefixes, warm
 
 if TYPE_CHECKING:
-    from .text.chat_template import ChatTemplate
+    from .runtime.grammar.compiler import Grammar, GrammarCompiler
+    from .text.reader import Delta
     from .text.tokenizer import Tokenizer
 
 log = logging.getLogger("stoker")
@@ -68,6 +78,7 @@ class Output:
         num_output: output tokens of this choice so far, the stop token included.
         prompt_logprobs: once, where asked for; the first prompt token's entry is None.
         queue_s: seconds that the request waited for its first step.
+        deltas, num_reasoning: of an AnswerOutput.
     """
 
     choice: int
@@ -80,6 +91,21 @@ class Output:
     num_output: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     queue_s: float = 0.0
+    deltas: ClassVar[tuple[Delta, ...]] = ()
+    num_reasoning: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOutput(Output):
+    """New output of an answer with an `AnswerFormat`. `text` is of the content only.
+
+    Attributes:
+        deltas: what is new: content, reasoning, and calls of tools.
+        num_reasoning: output tokens so far that were reasoning.
+    """
+
+    deltas: tuple[Delta, ...] = ()  # type: ignore[misc]
+    num_reasoning: int = 0  # type: ignore[misc]
 
 
 def merge(a: Output, b: Output) -> Output:
@@ -206,6 +232,49 @@ class Stream:
             waiter.set_result(None)
 
 
+class AnswerStream(Stream):
+    """A stream of AnswerOutput, each of them by itself."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        request_id: int,
+        prompt: array,
+        params: SamplingParams,
+        answer: AnswerFormat,
+    ):
+        super().__init__(engine, request_id, prompt, params)
+        self._detokenizers: dict[int, Any] = {
+            i: AnswerDetokenizer(
+                engine.tokenizer,
+                answer,
+                params.stop,
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
+            )
+            for i in range(params.n)
+        }
+
+    def _take(self, fact: Tokens) -> None:
+        detokenizer = self._detokenizers.get(fact.choice)
+        if detokenizer is None:
+            return
+        detokenizer.is_cut = fact.finish_reason == "length"
+        before, self._outputs = self._outputs, deque()
+        super()._take(fact)
+        output = self._outputs.pop()
+        values = {field.name: getattr(output, field.name) for field in fields(output)}
+        values["stop_reason"] = output.stop_reason or None  # "": the only call was complete
+        before.append(
+            AnswerOutput(
+                **values,
+                deltas=detokenizer.take_deltas(),
+                num_reasoning=detokenizer.num_reasoning,
+            )
+        )
+        self._outputs = before
+
+
 class AsyncEngine:
     """One model, served to this event loop.
 
@@ -217,6 +286,7 @@ class AsyncEngine:
         model_name: what clients call the model.
         max_model_len: longest prompt + output, in tokens.
         default_sampling: what the model's generation_config.json recommends.
+        cache_feed: what enters and leaves the prefix cache, with cache_events=True.
         on_fatal: called with the error when the GPU thread dies; the engine is lost then.
     """
 
@@ -232,6 +302,7 @@ class AsyncEngine:
         self.config = config
         self.loop = asyncio.get_running_loop()
         self.stats = Stats()
+        self.cache_feed = CacheFeed()
         self.on_fatal: Callable[[BaseException], None] | None = None
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
@@ -249,6 +320,8 @@ class AsyncEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._random = random.Random()
+        self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
         self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
@@ -270,10 +343,17 @@ class AsyncEngine:
             StartError: one line that says what is wrong.
         """
         engine = cls(config or EngineConfig(**options))
+        file = engine.config.warm_prefixes
         try:
+            prefixes = read_prefixes(Path(file)) if file is not None else []
             await engine._start(progress)
         except BaseException:
             engine._pool.shutdown(wait=False)
+            raise
+        try:
+            await warm(engine, prefixes)
+        except BaseException:
+            await engine.close()
             raise
         return engine
 
@@ -281,10 +361,11 @@ class AsyncEngine:
         # OpenMP's threads wait for each other hundreds of times a step. Long spinning is a
         # disaster where they have not all cores to themselves, as beside this very loop.
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        config, loop = self.config, self.loop
+        ahead = compile_ahead.start(config)
         from .build import Builder, check_each_step  # torch comes in here, not with the module
 
-        config, loop = self.config, self.loop
-        builder = Builder(config, progress)
+        builder = Builder(config, progress, ahead)
         ready: asyncio.Future[None] = loop.create_future()
 
         def on_ready(error: BaseException | None) -> None:
@@ -312,6 +393,8 @@ class AsyncEngine:
             await ready
             self.tokenizer, self.chat_template = await text
         except (StartError, asyncio.CancelledError):
+            if ahead is not None:
+                ahead.stop()
             self._thread.inbox.put(Shutdown())
             # A thread that still loads would be torn down in the middle of it at exit.
             await asyncio.to_thread(self._thread.join, SHUTDOWN_WAIT_S)
@@ -350,29 +433,78 @@ class AsyncEngine:
             self._pool, self.tokenizer.encode, text, add_special_tokens
         )
 
-    async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The chat template's text of some messages, rendered in the pool."""
-        template = self.chat_template
-        if template is None:
+    async def render(
+        self, messages: list[dict[str, Any]], *, source: str | None = None, **options: Any
+    ) -> str:
+        """The chat template's text of some messages, rendered in the pool.
+
+        Args:
+            source: a template to use in place of the model's.
+        """
+        model_template = self.chat_template
+        if model_template is None and source is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start with "
                 "--chat-template FILE",
                 param="messages",
             )
-        return await self.loop.run_in_executor(
-            self._pool, lambda: template.render(template.normalise_messages(messages), **options)
-        )
+
+        def run() -> str:
+            template = model_template
+            if source is not None:
+                template = ChatTemplate.of_request(source, self.tokenizer.special_tokens)
+            assert template is not None
+            return template.render(template.normalise_messages(messages), **options)
+
+        return await self.loop.run_in_executor(self._pool, run)
+
+    async def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        """What `submit` takes for an output that must match, compiled in a process of its own.
+
+        Raises:
+            RequestError: the grammar is wrong, cannot be enforced, or takes too long to compile.
+            Overloaded: too many grammars are being compiled.
+        """
+        self._check_open()
+        grammars = self._grammars
+        if grammars is None:
+            grammars = await self.loop.run_in_executor(self._pool, self._make_compiler)
+        # Others may wait for the same grammar: who leaves must not cancel it.
+        compiled = await asyncio.shield(asyncio.wrap_future(grammars.submit(spec)))
+        return grammars.bind(compiled, spec)
+
+    def _make_compiler(self) -> GrammarCompiler:
+        with self._grammars_lock:
+            if self._grammars is not None:  # two requests came at once
+                return self._grammars
+            from .runtime.grammar.api import Vocabulary
+            from .runtime.grammar.compiler import GrammarCompiler
+
+            self._grammars = GrammarCompiler(
+                Vocabulary.of(self.tokenizer, self.vocab_size),
+                self.config.grammar_backend,
+                timeout_s=self.config.grammar_timeout,
+            )
+            return self._grammars
 
     def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
         *,
+        grammar: Grammar | None = None,
+        answer: AnswerFormat | None = None,
         priority: int = 0,
         client: str = "",
         namespace: tuple[str, ...] = (),
+        pin: int = 0,
     ) -> Stream:
         """Queue a prompt of token ids.
+
+        Args:
+            grammar: compiled from params.grammar, where there is one.
+            answer: how to read the text; the stream then brings AnswerOutput.
+            pin: keeps the prompt's pages in the cache longer than all that is pinned lower.
 
         Raises:
             RequestError: a field is out of its limits, or the prompt is too long.
@@ -398,9 +530,12 @@ class AsyncEngine:
         max_tokens = min(room, room if params.max_tokens is None else params.max_tokens)
         if params.min_tokens > max_tokens:  # there is no room for so many
             params = replace(params, min_tokens=max_tokens)
+        if grammar is not None:  # its masks hold min_tokens back; its end comes before them
+            grammar = replace(grammar, min_tokens=params.min_tokens)
+            params = replace(params, min_tokens=0)
         request_id = next(self._ids)
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or grammar is not None:  # a grammar must be able to end
             stop_ids |= self.tokenizer.eos_ids
         add = Add(
             request_id,
@@ -413,8 +548,14 @@ class AsyncEngine:
             namespace=namespace,
             priority=priority,
             client=client,
+            pin=pin,
+            grammar=grammar,
         )
-        stream = self._streams[request_id] = Stream(self, request_id, tokens, params)
+        if answer is None:
+            stream = Stream(self, request_id, tokens, params)
+        else:
+            stream = AnswerStream(self, request_id, tokens, params, answer)
+        self._streams[request_id] = stream
         self._unseen.append((params.n, len(tokens)))
         self._unseen_choices += params.n
         self._idle.clear()
@@ -432,9 +573,13 @@ class AsyncEngine:
     ) -> AsyncIterator[Output]:
         """Iterate over the output of a text or of token ids. Leaving the loop aborts."""
         tokens = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        params = params or SamplingParams()
+        spec = params.grammar
+        grammar = None if spec is None else await self.compile_grammar(spec)
         stream = self.submit(
             tokens,
-            params or SamplingParams(),
+            params,
+            grammar=grammar,
             priority=priority,
             client=client,
             namespace=namespace,
@@ -514,6 +659,7 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; False if some had to be aborted."""
         self._is_draining = True
+        self.cache_feed.close()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -533,10 +679,13 @@ class AsyncEngine:
         for request_id, stream in list(self._streams.items()):
             stream._fail(EngineError("the engine was closed"))
             self._send(Abort(request_id))
+        self.cache_feed.close()
         self._send(Shutdown())
         wait_s = SHUTDOWN_WAIT_S if self._death is None else STUCK_WAIT_S
         await asyncio.to_thread(self._thread.join, wait_s)
         self._pool.shutdown(wait=False)
+        if self._grammars is not None:
+            self._grammars.close()
 
     # -- called by streams and by the GPU thread's messages
 
@@ -580,6 +729,8 @@ class AsyncEngine:
                 if (stream := streams.get(fact.request_id)) is not None:
                     self._send(Abort(fact.request_id))  # its other choices
                     stream._fail(fact.error)
+            elif type(fact) is CacheEvent:
+                self.cache_feed.publish(fact)
             elif type(fact) is Flushed:
                 reply = self._replies.pop(fact.reply_id)
                 if not reply.done():  # whoever asked may have left

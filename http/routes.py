@@ -3,7 +3,7 @@
 Runs on: loop.
 """
 
-from . import native_api, openai_api, openapi
+from . import cache_events, native_api, openai_api, openapi
 from .openai_types import ChatRequest, CompletionRequest
 from .openapi import Route
 
@@ -59,6 +59,14 @@ TABLE = (
     Route("POST", "/abort_request", native_api.abort, native_api.AbortRequest, statuses=(403,)),
     Route("POST", "/abort", native_api.abort, native_api.AbortRequest, statuses=(403,)),
     Route("POST", "/flush_cache", native_api.flush_cache, access="admin"),
+    Route(
+        "GET",
+        "/cache_events",
+        cache_events.cache_events,
+        answer="text/event-stream",
+        access="admin",
+        statuses=(400,),
+    ),
     Route("GET", "/server_info", native_api.server_info),
     Route("GET", "/version", native_api.show_version),
     Route("GET", "/health", native_api.health, access="open"),

@@ -119,6 +119,25 @@ class Flushed:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """The prefix cache has changed.
+
+    Attributes:
+        kind: "stored" or "removed".
+        keys: content keys of the pages (core/page_keys.py).
+        parent: of stored pages, the key that the first of them follows.
+        tokens: of stored pages, all their tokens, array("i").
+        namespace: of stored pages.
+    """
+
+    kind: str
+    keys: tuple[bytes, ...]
+    parent: bytes = b""
+    tokens: array | None = None
+    namespace: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Figures of the cache tiers below the device: host memory, and stores behind it.
 
@@ -194,4 +213,4 @@ class Stats:
 
 
 Message = Add | Abort | Flush | Shutdown
-Fact = Tokens | Refused | Flushed
+Fact = Tokens | Refused | Flushed | CacheEvent

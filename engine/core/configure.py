@@ -61,6 +61,7 @@ def make_scheduler(
         preemption_gap=config.priority_preemption,
         shares=FairShares(parse_weights(config.client_weights)) if config.fair_clients else None,
         seed=config.seed,
+        tells_cache=config.cache_events,
         max_step_s=max_step_s,
         backlog_stretch=BACKLOG_STRETCH if config.max_step_ms is None else 1.0,
         prefill_decode_interval=config.prefill_decode_interval,
