@@ -15,13 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from ..engine.api.errors import StartError
+from ..engine.api.messages import Stats
+from .overhead import overhead
 
 if TYPE_CHECKING:
     import aiohttp
@@ -131,6 +133,7 @@ async def bench_serve(arguments: argparse.Namespace) -> int:
         model = arguments.model or await _first_model(session, url)
         load = make_load(arguments)
         samples: list[Sample] = []
+        before = await _figures(session, url)
 
         async def one(prompt: list[int], num_tokens: int) -> None:
             samples.append(await _request(session, url, model, prompt, num_tokens))
@@ -148,7 +151,11 @@ async def bench_serve(arguments: argparse.Namespace) -> int:
 
                 for _ in range(arguments.concurrency):
                     group.create_task(worker())
+        after = await _figures(session, url)
     result = summarise(samples, arguments.goodput_ttft_ms, arguments.goodput_tpot_ms)
+    if before and after:
+        (stats, cpu_s), (stats_after, cpu_after_s) = before, after
+        result |= overhead(stats, stats_after, cpu_after_s - cpu_s).rows()
     _print(result)
     if arguments.json:
         arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
@@ -167,6 +174,19 @@ async def _first_model(session: "aiohttp.ClientSession", url: str) -> str:
             return (await response.json())["data"][0]["id"]
     except aiohttp.ClientError as error:
         raise StartError(f"no server at {url}: {error}") from None
+
+
+async def _figures(session: "aiohttp.ClientSession", url: str) -> tuple[Stats, float] | None:
+    """The engine's counters and the loop's CPU time, where the server is Stoker."""
+    async with session.get(url + "/server_info") as response:
+        if response.status != 200:
+            return None
+        info = await response.json()
+    try:
+        stats = {field.name: info["stats"][field.name] for field in fields(Stats)}
+        return Stats(**stats), float(info["loop_cpu_s"])
+    except (KeyError, TypeError):
+        return None
 
 
 async def _arrivals(
@@ -312,7 +332,7 @@ async def bench_offline(engine: "AsyncEngine", arguments: argparse.Namespace) ->
     arguments.vocab = min(arguments.vocab, engine.vocab_size)
     load = make_load(arguments)
     samples = []
-    before = time.thread_time()
+    before, cpu_s = engine.stats, time.thread_time()
 
     async def one(prompt: list[int], num_tokens: int) -> None:
         sample = Sample(time.perf_counter(), num_prompt=len(prompt))
@@ -331,7 +351,7 @@ async def bench_offline(engine: "AsyncEngine", arguments: argparse.Namespace) ->
         print(f"stoker: {errors.exceptions[0]}", file=sys.stderr)
         return 1
     result = summarise(samples)
-    result["loop_us_per_token"] = (time.thread_time() - before) / result["output_tokens"] * 1e6
+    result |= overhead(before, engine.stats, time.thread_time() - cpu_s).rows()
     _print(result)
     if arguments.json:
         arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))

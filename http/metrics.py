@@ -21,6 +21,7 @@ from prometheus_client.core import (
 )
 
 from ..engine.api.messages import Stats, TierStats
+from .overhead import Overhead, overhead
 
 if TYPE_CHECKING:
     from ..engine import Output
@@ -70,20 +71,30 @@ class Metrics:
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.rejected = dict.fromkeys(REJECTIONS, 0)
         self.disconnects = 0
-        self.loop_cpu_s = 0.0
+        self.overhead = Overhead()  # of the latest second with steps
         self._loop_began_s = time.thread_time()  # what the start took is not counted
+        self._overhead_since = (stats(), 0.0)
         self.finish_rate = 0.0  # choices a second, a moving average
         self._last_tick: tuple[float, int] | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)  # type: ignore[arg-type]
 
+    @property
+    def loop_cpu_s(self) -> float:
+        """CPU time of the event loop's thread, which must be the caller."""
+        return time.thread_time() - self._loop_began_s
+
     def tick(self) -> None:
         """Once a second, on the loop's thread: what can only be measured over time."""
-        self.loop_cpu_s = time.thread_time() - self._loop_began_s
+        stats, loop_cpu_s = self.stats(), self.loop_cpu_s
+        before, before_s = self._overhead_since
+        if stats.steps > before.steps:
+            self.overhead = overhead(before, stats, loop_cpu_s - before_s)
+        self._overhead_since = (stats, loop_cpu_s)
         now, finished = time.monotonic(), sum(self.finished.values())
         if self._last_tick:
-            before, count = self._last_tick
-            rate = (finished - count) / max(now - before, 1e-3)
+            before_s, count = self._last_tick
+            rate = (finished - count) / max(now - before_s, 1e-3)
             self.finish_rate += 0.2 * (rate - self.finish_rate)
         self._last_tick = (now, finished)
 
@@ -104,7 +115,9 @@ class Metrics:
             ("waiting_tokens", "prompt tokens that wait", s.num_waiting_tokens),
             ("kv_pages", "pages of the KV pool", s.num_pages),
             ("kv_pages_free", "pages that nothing uses", s.num_free_pages),
-            ("kv_pages_cached", "pages that only the prefix cache holds", s.num_cached_pages),
+            ("kv_pages_cached", "pages of the prefix cache", s.num_cached_pages),
+            ("kv_pages_locked", "of these, pages that requests use", s.num_locked_pages),
+            ("prefix_cache_nodes", "edges of the prefix cache's tree", s.num_tree_nodes),
             ("step_tokens", "tokens of the latest step", s.batch_tokens),
             (
                 "prefix_hit_rate",
@@ -122,10 +135,12 @@ class Metrics:
         own_s = s.plan_s + s.launch_s + s.commit_s
         for name, text, total in (
             ("steps", "steps of the engine", s.steps),
+            ("undone_steps", "steps without device memory, done again smaller", s.undone_steps),
             ("prompt_tokens", "prompt tokens, cached ones included", s.prompt_tokens),
             ("cached_tokens", "prompt tokens that came out of the prefix cache", s.cached_tokens),
             ("generated_tokens", "tokens generated", s.generated_tokens),
-            ("retractions", "requests taken back to the queue for want of memory", s.retractions),
+            ("retractions", "running requests taken back to the queue", s.retractions),
+            ("preemptions", "retractions in favour of a higher priority", s.preemptions),
             ("evicted_pages", "pages taken from the prefix cache", s.evicted_pages),
             ("disconnects", "requests whose client went away", self.disconnects),
             ("gpu_thread_cpu_seconds", "CPU time of the GPU thread's own work", s.cpu_s),
@@ -141,12 +156,15 @@ class Metrics:
         yield from _tiers(s.tiers)
         yield _labelled("stoker_choices_finished", "choices by their end", "reason", self.finished)
         yield _labelled("stoker_rejections", "requests refused", "reason", self.rejected)
-        tokens = s.generated_tokens
-        yield GaugeMetricFamily(
-            "stoker_loop_seconds_per_token",
-            "CPU time of the event loop's thread over tokens generated, since the start",
-            self.loop_cpu_s / tokens if tokens else 0.0,
-        )
+        spent = self.overhead
+        for name, text, value in (
+            ("python_seconds_per_step", "the GPU thread's own work", spent.python_ms / 1e3),
+            ("gil_wait_seconds_per_step", "of it, without a processor", spent.gil_wait_ms / 1e3),
+            ("loop_seconds_per_token", "CPU time of the event loop", spent.loop_us / 1e6),
+            ("device_idle_share", "of the time with work", spent.device_idle),
+        ):
+            text += ", in the latest second with steps"
+            yield GaugeMetricFamily("stoker_" + name, text, value)
         for name, text, histogram in self._histograms():
             yield histogram.family("stoker_" + name, text)
 
@@ -165,7 +183,7 @@ class Metrics:
 
     def _as_vllm(self) -> Iterator[Metric]:
         s = self.stats()
-        used = s.num_pages - s.num_free_pages - s.num_cached_pages
+        used = s.num_pages - s.num_free_pages - s.num_cached_pages + s.num_locked_pages
         gauges = {
             "num_requests_running": s.num_running,
             "num_requests_waiting": s.num_waiting,

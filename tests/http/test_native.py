@@ -184,6 +184,8 @@ async def test_metrics_page():
         assert samples["vllm:num_requests_running", "m1"] == 0
         assert samples["stoker_loop_cpu_seconds_total",] > 0
         assert samples["stoker_loop_seconds_per_token",] > 0
+        names = ("python_seconds_per_step", "gil_wait_seconds_per_step", "device_idle_share")
+        assert {f"stoker_{name}" for name in names} <= {name for name, *_ in samples}
         for name in re.findall(r"^([\w:]+)[ {]", page, re.M):
             assert name.startswith(("stoker_", "vllm:"))
 
