@@ -46,6 +46,7 @@ Progress = Callable[[str, int, int], None]
 CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
 MAX_GRAPH_ROWS = 512
 STEP_LOAD_BYTES = 256 << 20  # from the host in a step while streams run: about 5 ms of PCIe 5
+CPU_STEP_LOAD_BYTES = 32 << 20  # the GPU thread copies them itself
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
 
@@ -257,6 +258,7 @@ class Builder:
         runner.copies = kv_copies.KVCopies(
             runner.caches, backend.runtime, backend.ops, num_slots, stores, key
         )
+        step_bytes = STEP_LOAD_BYTES if backend.runtime.is_async else CPU_STEP_LOAD_BYTES
         return Tiers(
             num_pages=num_pages,
             page_size=page_size,
@@ -266,7 +268,7 @@ class Builder:
             write_hits=config.cache_write_hits,
             stores=tuple(store.name for store in stores),
             prefetch_s=config.prefetch_timeout,
-            max_load_pages=max(STEP_LOAD_BYTES // num_bytes, 1),
+            max_load_pages=max(step_bytes // num_bytes, 1),
             max_saving=max(kv_copies.STAGING_BYTES // num_bytes, 1),
         )
 

@@ -58,7 +58,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Empty the prefix cache. Answered by Flushed."""
+    """Empty the prefix cache, in host memory too; stores keep their pages. Answered by Flushed."""
 
     reply_id: int
 
