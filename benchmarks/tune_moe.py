@@ -14,6 +14,7 @@ Times are of a CUDA graph over several layers' weights. Processes compile the ca
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -234,7 +235,10 @@ def main() -> None:
         key = moe.table_key(layers.num_experts, layers.inner, layers.hidden, DTYPE)
         table.setdefault(current_arch().name, {})[key] = entries
     if not arguments.quick:
-        arguments.out.write_text(json.dumps(table, indent=1) + "\n")
+        text = json.dumps(table, indent=1)
+        # A line for each number of pairs.
+        text = re.sub(r"\[[^][]*\]", lambda m: " ".join(m[0].split()), text)
+        arguments.out.write_text(re.sub(r"\[\s+(\[.*\],)\s+(\[.*\])\s+\]", r"[\1 \2]", text) + "\n")
 
 
 if __name__ == "__main__":
