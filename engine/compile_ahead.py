@@ -19,9 +19,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .api.config import EngineConfig
 
@@ -67,14 +66,22 @@ def start(config: EngineConfig) -> Ahead | None:
     if device is None or not Path(config.model).exists() or _marker(config, device).exists():
         return None
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, config.model_dump_json(), json.dumps(device)],
+        [sys.executable, "-m", __name__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps({"config": _settings(config), "device": device}).encode())
     return Ahead(process)
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    """The engine's own settings; the server's may be secret and have no part in this."""
+    return config.model_dump(mode="json", include=set(EngineConfig.model_fields))
 
 
 def _first_cuda_device() -> Device | None:
@@ -96,57 +103,65 @@ def _first_cuda_device() -> Device | None:
 
 def _marker(config: EngineConfig, device: Device) -> Path:
     """A file in Triton's cache that says that this was compiled; it goes when the cache goes."""
-    parts = [config.model_dump_json(), str(device), sys.version]
+    parts = [json.dumps(_settings(config)), str(device), sys.version]
     parts += [importlib.metadata.version(name) for name in ("torch", "triton")]
     digest = hashlib.sha256("\0".join(parts).encode())
     sources = Path(__file__).parents[1] / "backends/triton"
     model = Path(config.model) / "config.json"
-    for path in [*sorted(sources.glob("*.py")), *([model] if model.exists() else [])]:
+    for path in [*sorted(sources.glob("*.[jp]*")), *([model] if model.exists() else [])]:
         digest.update(path.read_bytes())
     home = Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
     cache = Path(os.environ.get("TRITON_CACHE_DIR", home))
     return cache / f"stoker-{digest.hexdigest()[:32]}"
 
 
-def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> None:
-    """Compile what an engine of this configuration launches. Raises what the walk raises."""
+def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> int:
+    """Compile what an engine of this configuration launches; returns how many kernels.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
     import torch
 
     from ..backends import cuda, registry
-    from ..backends.triton.absent import TARGETS, compile_only
+    from ..backends.triton.absent import TARGETS, collect
     from .build import Builder
 
-    torch.set_num_threads(1)
     runtime = cuda.AbsentCuda((device.major, device.minor), device.num_cores)
-    name = f"sm_{device.major}{device.minor}"
-    with compile_only(TARGETS[name]), torch.inference_mode():
+    with collect(TARGETS[f"sm_{device.major}{device.minor}"]) as found, torch.inference_mode():
         overrides = {} if config.attention_backend is None else {"attend": config.attention_backend}
         builder = Builder(config.model_copy(update={"load_format": "dummy"}))
         builder.find_files()
-        steps = builder.walk(registry.assemble(cuda, runtime, overrides), runtime.captured)
-        children = []
-        for i in range(num_processes):
-            child = os.fork()
-            if not child:
-                start = i * len(steps) // num_processes
-                for step in steps[start:] + steps[:start]:
-                    step()
-                os._exit(0)
-            children.append(child)
-        failed = [child for child in children if os.waitpid(child, 0)[1]]
+        backend = registry.assemble(cuda, runtime, overrides)
+        for step in builder.walk(backend, runtime.captured):
+            step()
+    # The longest first, as far as their sources tell, so that the last to end is a short one.
+    jobs = sorted(found.values(), key=lambda job: -len(job.source.fn.src))
+    queue, numbers = os.pipe()
+    os.write(numbers, bytes(range(len(jobs))))
+    os.close(numbers)
+    children = []
+    for _ in range(num_processes):
+        child = os.fork()
+        if not child:
+            while number := os.read(queue, 1):
+                jobs[number[0]].run()
+            os._exit(0)
+        children.append(child)
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
     if failed:
         raise RuntimeError(f"{len(failed)} of {num_processes} processes failed")
+    return len(jobs)
 
 
 def main() -> None:
     """The process that `start` begins."""
-    config = EngineConfig(**json.loads(sys.argv[1]))
-    device = Device(*json.loads(sys.argv[2]))
-    marker = _marker(config, device)
-    began = time.perf_counter()
+    order = json.loads(sys.stdin.buffer.read())
+    config, device = EngineConfig(**order["config"]), Device(*order["device"])
     compile_steps(config, device, min(MAX_PROCESSES, os.cpu_count() or 1))
+    marker = _marker(config, device)
     marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.write_text(f"{time.perf_counter() - began:.1f} s\n")
+    marker.touch()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Compiles kernels for a GPU without touching one.
 
-With `compile_only` the ordinary launchers may be called with tensors of torch's meta device: each
-launch is compiled for the target, specialised as it would be in use, stored in Triton's cache on
-disk, and not run.
+Inside `compile_only` and `collect` the ordinary launchers may be called with tensors of torch's
+meta device: each launch is specialised as it would be in use, and not run. The first compiles it at
+once, the second only notes what there is to compile, so that several processes can share it. What
+is compiled lies in Triton's cache on disk.
 
 Runs on: worker.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
+from triton import compiler
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver, jit
 
 from .arch import current_arch
@@ -36,14 +39,32 @@ class _NoDevice:
     def get_current_target(self) -> GPUTarget:
         return self.target
 
-    def get_current_device(self) -> GPUTarget:
-        return self.target  # the key of the function's kernel cache
+    def get_current_device(self) -> object:
+        return self  # the key of the function's kernel cache
 
     def get_current_stream(self, device: object = None) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+class Job(NamedTuple):
+    """A kernel to compile."""
+
+    source: ASTSource
+    target: GPUTarget
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Compile it, and the C function that launches it."""
+        kernel = compiler.compile(self.source, target=self.target, options=self.options)
+        if self.target.backend == "cuda":
+            from triton.backends.nvidia import driver
+
+            if hasattr(driver, "make_launcher"):  # later versions have one launcher for all
+                with suppress(AssertionError):  # there is no libcuda here to link with
+                    driver.CudaLauncher(self.source, kernel.metadata)
 
 
 @contextmanager
@@ -72,3 +93,22 @@ def compile_only(
         jit.JITFunction.run = launch
         driver._active = before
         current_arch.cache_clear()
+
+
+@contextmanager
+def collect(target: GPUTarget) -> Iterator[dict[str, Job]]:
+    """Launches note what they would compile, each kernel once."""
+    jobs: dict[str, Job] = {}
+    compile_now = compiler.compile
+
+    def note(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> object:
+        key = f"{source.hash()} {sorted(options.items(), key=str)}"
+        jobs.setdefault(key, Job(source, target, options))
+        return object()
+
+    with compile_only(target):
+        compiler.compile = note
+        try:
+            yield jobs
+        finally:
+            compiler.compile = compile_now
