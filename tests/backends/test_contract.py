@@ -347,7 +347,7 @@ ROUTERS = {
 def test_route(target, kind):
     route = target.require("route")
     spec, num_experts, has_bias = ROUTERS[kind]
-    logits = randn(33, num_experts + 3, device=target.device)[:, :num_experts]
+    logits = randn(12, num_experts + 3, device=target.device)[:, :num_experts]
     logits[1] = 0.0  # all equal: the lowest ids
     logits[2, ::2] = logits[2, 1::2]
     bias = randn(num_experts, seed=1, device=target.device) / 10 if has_bias else None
@@ -383,7 +383,7 @@ def test_experts(target, kind, dtype):
     weights = random_experts(num_experts, hidden, inner, activation, has_bias)
     packed = pack(moved(weights, target.device, dtype))
     known = moved(moved(weights, "cpu", dtype), "cpu", torch.float64)
-    for num_tokens in (1, 2, 5, 40, 150):
+    for num_tokens in (1, 2, 40, 70):
         x = randn(num_tokens, hidden + 8, dtype=dtype, device=target.device)[:, :hidden]
         # Uneven: the last expert gets none, and of 40 tokens all have the same first one.
         scores = randn(num_tokens, num_experts, seed=num_tokens)
