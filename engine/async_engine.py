@@ -61,6 +61,7 @@ log = logging.getLogger("stoker")
 POOL_THREADS = 4
 SHUTDOWN_WAIT_S = 30.0
 STUCK_WAIT_S = 1.0  # nothing is gained by waiting for a thread that is stuck
+MAX_UNREAD = 4  # outputs of a stream that nobody has taken, from which on they are merged
 MAX_MERGED = 64  # tokens of one Output
 SPIN_COUNT = "2000"  # about 30 us
 
@@ -123,7 +124,7 @@ def merge(a: Output, b: Output) -> Output:
 class Stream:
     """The output of one request: an async iterator over Output, of all its choices as they come.
 
-    Outputs that nobody has taken yet are merged, so a loop that is behind does less for a token.
+    Outputs that nobody takes in time are merged, so a loop that is behind does less for a token.
     Leaving the iteration early, or cancelling the task that iterates, aborts the request.
     """
 
@@ -213,8 +214,9 @@ class Stream:
             fact.queue_s,
         )
         outputs = self._outputs
-        if outputs and outputs[-1].choice == choice and len(outputs[-1].token_ids) < MAX_MERGED:
-            outputs[-1] = merge(outputs[-1], output)
+        last = outputs[-1] if len(outputs) >= MAX_UNREAD else None
+        if last is not None and last.choice == choice and len(last.token_ids) < MAX_MERGED:
+            outputs[-1] = merge(last, output)
         else:
             outputs.append(output)
         self._wake()

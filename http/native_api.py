@@ -6,6 +6,7 @@ Runs on: loop.
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -13,12 +14,13 @@ from aiohttp import web
 from pydantic import Field, field_validator, model_validator
 
 from ..engine.api.errors import EngineError, RequestError
+from ..engine.api.grammar import GrammarSpec
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import error_response
 from .limits import MAX_DETOKENIZED
 from .openai_api import (
-    chat_prompt,
+    chat_text,
     chosen_logprob,
     json_response,
     model_name,
@@ -80,6 +82,11 @@ class NativeSampling(SamplingFields):
                     f"sampling_params has two values for {name}", param=f"sampling_params.{name}"
                 )
         return self
+
+    def grammar(self) -> GrammarSpec | None:
+        """What the output must match."""
+        spec = super().grammar()
+        return spec and replace(spec, param=f"sampling_params.{spec.param}")
 
     def native_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """The engine's parameters: 128 tokens unless asked for more."""
@@ -155,7 +162,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
         reply_id = body.rid or body.request_id or new_id("")
         work.ids |= {name for name in (reply_id, body.request_id) if name}
         streams = server.submit(
-            work, prompts, params, priority=body.priority or 0, namespace=sampling.namespace
+            work,
+            prompts,
+            params,
+            priority=body.priority or 0,
+            namespace=sampling.namespace,
+            grammar=await server.compile_grammar(params),
         )
         if body.stream:
             async with EventStream(server, request, work) as events:
@@ -286,7 +298,8 @@ async def tokenize(request: web.Request) -> web.Response:
     body: TokenizeRequest | TokenizeChatRequest
     if "messages" in raw:
         body = parse(TokenizeChatRequest, raw)
-        tokens = await chat_prompt(server, body)
+        text = await chat_text(server, body)
+        tokens = await server.engine.encode(text, add_special_tokens=False)
     else:
         body = parse(TokenizeRequest, raw)
         special = body.add_special_tokens is not False
@@ -379,6 +392,7 @@ async def server_info(request: web.Request) -> web.Response:
             "vocab_size": server.engine.vocab_size,
             "uptime_s": time.time() - server.created,
             "stats": {name: getattr(stats, name) for name in stats.__slots__},
+            "loop_cpu_s": server.metrics.loop_cpu_s,
         }
     )
 

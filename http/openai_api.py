@@ -18,6 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from ..engine.api.errors import RequestError
 from ..engine.api.messages import TokenLogprob
+from ..engine.text.reader import CallStart
+from . import answers
 from .errors import invalid
 from .openai_types import (
     ChatFields,
@@ -45,20 +47,31 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         body = parse(ChatRequest, await server.body(request))
         model = model_name(server, body.model)
         params = body.chat_params(server.engine.default_sampling)
+        text = await chat_text(server, body)
+        answer = server.formats.of(body, text)
+        params = answers.structured(server.formats, body, params, answer, server.engine.tokenizer)
+        grammar = await server.compile_grammar(params)
         special = body.add_special_tokens is True
-        prompt = await chat_prompt(server, body, add_special_tokens=special)
+        prompt = await server.engine.encode(text, add_special_tokens=special)
         prompt = truncate(server, body, params.max_tokens, prompt)
         reply_id = new_id("chatcmpl-")
         work.ids |= {reply_id, *body.ids}
         [stream] = server.submit(
-            work, [prompt], params, priority=body.priority or 0, namespace=body.namespace
+            work,
+            [prompt],
+            params,
+            priority=body.priority or 0,
+            namespace=body.namespace,
+            answer=answer,
+            grammar=grammar,
         )
         envelope = {"id": reply_id, "created": int(time.time()), "model": model}
         if body.stream:
             envelope = {**envelope, "object": "chat.completion.chunk"}
             makers = [_chat_chunks(server, body, stream)]
+            is_plain = answer is None
             return await _stream(
-                server, request, work, body, envelope, PLAIN_CHAT, makers, params.n
+                server, request, work, body, envelope, PLAIN_CHAT, makers, params.n, is_plain
             )
         [choices] = await server.collect(work)
         reply = {**envelope, "object": "chat.completion"}
@@ -85,7 +98,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
         reply_id = new_id("cmpl-")
         work.ids |= {reply_id, *body.ids}
         streams = server.submit(
-            work, prompts, params, priority=body.priority or 0, namespace=body.namespace
+            work,
+            prompts,
+            params,
+            priority=body.priority or 0,
+            namespace=body.namespace,
+            grammar=await server.compile_grammar(params),
         )
         envelope = {
             "id": reply_id,
@@ -166,13 +184,18 @@ def model_name(server: Server, name: str | None) -> str:
     return name
 
 
-async def chat_prompt(
-    server: Server, body: ChatFields, *, add_special_tokens: bool = False
-) -> list[int]:
-    """The conversation as token ids; the template brings its own special tokens."""
+async def chat_text(server: Server, body: ChatFields) -> str:
+    """The conversation as the chat template writes it, its special tokens included."""
     messages, options = body.template_input()
-    text = await server.engine.render(messages, **options)
-    return await server.engine.encode(text, add_special_tokens=add_special_tokens)
+    if body.chat_template is not None:
+        if not server.config.trust_request_chat_template:
+            raise RequestError(
+                "chat_template: the server takes no templates from requests (it runs without "
+                "--trust-request-chat-template)",
+                param="chat_template",
+            )
+        options["source"] = body.chat_template
+    return await server.engine.render(messages, **options)
 
 
 async def text_prompt(
@@ -202,15 +225,17 @@ def usage(streams: Sequence["Stream"], groups: Sequence[Sequence[Choice]]) -> di
         sum(len(stream.prompt_tokens) for stream in streams),
         sum(choice.num_output for group in groups for choice in group),
         sum(group[0].num_cached for group in groups),
+        sum(choice.num_reasoning for group in groups for choice in group),
     )
 
 
-def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def _usage(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -352,11 +377,12 @@ def _chat_choice(server: Server, body: ChatRequest, index: int, choice: Choice) 
     if body.logprobs:
         content = chat_logprobs(server, choice.token_ids, choice.logprobs or ())
         logprobs = {"content": content, "refusal": None}
+    message = answers.message_of(choice.text, choice.deltas)
     reply = {
         "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": answers.finish_reason(choice.finish_reason, "tool_calls" in message, body),
         "stop_reason": choice.stop_reason,
     }
     if body.return_token_ids:
@@ -419,6 +445,7 @@ def _chat_chunks(
     server: Server, body: ChatRequest, stream: "Stream"
 ) -> Callable[["Output", int, bool], list[dict[str, Any]]]:
     """How an output becomes chat choices: the role first, the end last, each in its own chunk."""
+    callers: set[int] = set()  # choices that called a tool
 
     def choices(output: "Output", index: int, is_first: bool) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
@@ -438,10 +465,16 @@ def _chat_chunks(
             fields["logprobs"] = {"content": content, "refusal": None}
         if body.return_token_ids and output.token_ids:
             fields["token_ids"] = output.token_ids
-        if output.text or fields:
-            add({"content": output.text}, **fields)
+        for delta in answers.deltas_of(output):
+            add(delta, **fields)
+            fields = {}
+        if fields:
+            add({"content": ""}, **fields)
+        if output.deltas:
+            callers.update(index for d in output.deltas if isinstance(d, CallStart))
         if output.finish_reason:
-            add({}, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+            reason = answers.finish_reason(output.finish_reason, index in callers, body)
+            add({}, finish_reason=reason, stop_reason=output.stop_reason)
         return chunks
 
     return choices
@@ -490,6 +523,7 @@ async def _stream(
     plain: bytes,
     makers: Sequence[Callable[["Output", int, bool], list[dict[str, Any]]]],
     n: int,
+    is_plain: bool = True,
 ) -> web.StreamResponse:
     """All prompts of a request as one event stream."""
     options = body.stream_options or StreamOptions()
@@ -497,12 +531,16 @@ async def _stream(
     encoders: list[ChunkEncoder] = []
 
     def so_far() -> dict[str, Any]:
-        num_output = sum(sum(encoder.num_output) for encoder in encoders)
-        return _usage(num_prompt, num_output, sum(encoder.num_cached for encoder in encoders))
+        return _usage(
+            num_prompt,
+            sum(sum(encoder.num_output) for encoder in encoders),
+            sum(encoder.num_cached for encoder in encoders),
+            sum(sum(encoder.num_reasoning) for encoder in encoders),
+        )
 
     each = so_far if options.include_usage and options.continuous_usage_stats else None
     has_logprobs = body.logprobs is not None and body.logprobs is not False
-    is_plain = not has_logprobs and not body.return_token_ids
+    is_plain = is_plain and not has_logprobs and not body.return_token_ids
     for i, maker in enumerate(makers):
         encoders.append(
             ChunkEncoder(envelope, i * n, n, plain, maker, is_plain=is_plain, usage=each)

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     WithJsonSchema,
     field_validator,
@@ -28,33 +26,25 @@ from ..engine.api.sampling_params import (
     MAX_STOP_STRINGS,
     SamplingParams,
 )
+from .structured import StructureFields, Wire
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1000
 MAX_STOP_TOKENS = 1024
+MAX_TEMPLATE = 1 << 18
 DEFAULT_COMPLETION_TOKENS = 16
 REFUSED = {
     "allowed_token_ids": "allowed tokens (use logit_bias)",
     "audio": "audio",
     "bad_words": "forbidden words (use logit_bias)",
-    "chat_template": "chat templates in a request",
     "custom_logit_processor": "code in a request",
-    "ebnf": "grammars",
     "function_call": "the old functions API (use tools)",
     "functions": "the old functions API (use tools)",
-    "guided_choice": "structured output by this name (use response_format)",
-    "guided_grammar": "structured output by this name (use response_format)",
-    "guided_json": "structured output by this name (use response_format)",
-    "guided_regex": "structured output by this name (use response_format)",
     "input_embeds": "embeddings as a prompt",
-    "json_schema": "structured output by this name (use response_format)",
     "lora_path": "adapters",
     "prompt_embeds": "embeddings as a prompt",
-    "regex": "regular expressions",
     "stop_regex": "stopping by regular expressions",
-    "structural_tag": "structured output by this name (use response_format)",
-    "structured_outputs": "structured output by this name (use response_format)",
     "suffix": "filling in the middle",
     "use_beam_search": "beam search",
     "web_search_options": "searching the web",
@@ -77,12 +67,6 @@ PROMPT_SCHEMA = {
 }
 
 
-class Wire(BaseModel):
-    """Part of a request body."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-
 class StreamOptions(Wire):
     """What a stream carries beside the text."""
 
@@ -96,7 +80,7 @@ def _limited(name: str) -> Any:
     return Field(None, json_schema_extra={"minimum": low, "maximum": high})
 
 
-class SamplingFields(Wire):
+class SamplingFields(StructureFields):
     """What chat, completions and their extensions share."""
 
     model: str | None = None
@@ -173,7 +157,7 @@ class SamplingFields(Wire):
             chosen["stop_token_ids"] = tuple(self.stop_token_ids)
         if self.logit_bias:
             chosen["logit_bias"] = _logit_bias(self.logit_bias)
-        return SamplingParams(**chosen)
+        return SamplingParams(**chosen, grammar=self.grammar())
 
     @property
     def namespace(self) -> tuple[str, ...]:
@@ -191,24 +175,6 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
         return {int(token): bias for token, bias in given.items()}
     except ValueError:
         raise RequestError("logit_bias: keys must be token ids", param="logit_bias") from None
-
-
-class ResponseFormat(Wire):
-    """Free text, or what the text must match."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> "ResponseFormat":
-        if self.type == "json_schema":
-            schema = (self.json_schema or {}).get("schema")
-            if not isinstance(schema, dict | bool):
-                raise RequestError(
-                    "response_format: json_schema needs a schema",
-                    param="response_format.json_schema.schema",
-                )
-        return self
 
 
 class Function(Wire):
@@ -241,10 +207,10 @@ class NamedTool(Wire):
 
 
 class FunctionCall(Wire):
-    """What the assistant called; arguments are JSON text."""
+    """What the assistant called; arguments are JSON text, from some clients an object."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any]
 
 
 class ToolCall(Wire):
@@ -264,6 +230,7 @@ class ChatMessage(Wire):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> "ChatMessage":
@@ -281,7 +248,9 @@ class ChatFields(Wire):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE)
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
 
     @model_validator(mode="after")
@@ -301,8 +270,14 @@ class ChatFields(Wire):
     def template_input(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Messages and options for the engine's chat template."""
         variables = dict(self.chat_template_kwargs or {})
+        thinks = self.enable_thinking
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
+            if thinks is None and self.reasoning_effort == "none":
+                thinks = False
+        if thinks is not None:
+            for name in ("enable_thinking", "thinking"):  # Qwen's and GLM's name, DeepSeek's
+                variables.setdefault(name, thinks)
         options: dict[str, Any] = {"template_kwargs": variables}
         if self.tools:
             options["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -319,9 +294,34 @@ class ChatRequest(SamplingFields, ChatFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def wants_one_call(self) -> bool:
+        """Whether the answer ends with its first call."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer goes on with, where it continues the last message."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1].content or ""
+        if isinstance(content, str):
+            return content
+        return "".join(str(part.get("text") or "") for part in content)
 
     @model_validator(mode="after")
     def _check_together(self) -> "ChatRequest":
@@ -340,12 +340,9 @@ class ChatRequest(SamplingFields, ChatFields):
                     f"tool_choice names {choice.function.name[:64]!r}, which is not among tools",
                     param="tool_choice.function.name",
                 )
-        if choice == "required" or isinstance(choice, NamedTool):
-            raise RequestError("a forced tool_choice is not supported yet", param="tool_choice")
-        if self.response_format and self.response_format.type != "text":
+        if self.forces_call and (spec := self.grammar()) is not None:
             raise RequestError(
-                f"response_format {self.response_format.type} is not supported yet",
-                param="response_format.type",
+                f"a tool_choice that forces a call excludes {spec.param}", param="tool_choice"
             )
         return self
 

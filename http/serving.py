@@ -19,6 +19,7 @@ from aiohttp import web
 from ..engine.api.errors import EngineError, Overloaded, RequestError, StokerError
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import SamplingParams
+from .answers import Formats
 from .limits import check_raw, check_sizes
 from .metrics import Meter, Metrics
 from .settings import ServerConfig
@@ -26,6 +27,9 @@ from .tracing import Tracer
 
 if TYPE_CHECKING:
     from ..engine import AsyncEngine, Output, Stream
+    from ..engine.runtime.grammar.compiler import Grammar
+    from ..engine.text.answer import AnswerFormat
+    from ..engine.text.reader import Delta
     from .sse import EventStream
 
 log = logging.getLogger(__name__)
@@ -104,6 +108,8 @@ class Choice:
     num_cached: int = 0
     num_output: int = 0
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    deltas: list["Delta"] = field(default_factory=list)
+    num_reasoning: int = 0
 
     @property
     def text(self) -> str:
@@ -121,6 +127,8 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
         self.num_cached = max(self.num_cached, output.num_cached)
         self.num_output = output.num_output
+        self.num_reasoning = output.num_reasoning
+        self.deltas.extend(output.deltas)
         if output.finish_reason:
             check_end(output)
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -133,6 +141,7 @@ class Server:
         self.engine = engine
         self.config = config
         self.model_names = config.served_model_name or (engine.model_name,)
+        self.formats = Formats(config, engine.chat_template)
         self.metrics = Metrics(self.model_names[0], lambda: engine.stats)
         self.tracer: Tracer | None = None
         if config.otlp_traces_endpoint:
@@ -274,6 +283,16 @@ class Server:
             queued = self.engine.num_streams - self.config.max_running_requests
             error.retry_after_s = min(max(queued / rate, 1.0), 60.0)
 
+    async def compile_grammar(self, params: SamplingParams) -> "Grammar | None":
+        """The grammar of a request, if it has one. Raises RequestError, Overloaded."""
+        if params.grammar is None:
+            return None
+        began = time.perf_counter()
+        try:
+            return await self.engine.compile_grammar(params.grammar)
+        finally:
+            self.metrics.grammar.observe(time.perf_counter() - began)
+
     def submit(
         self,
         work: Work,
@@ -282,6 +301,8 @@ class Server:
         *,
         priority: int = 0,
         namespace: tuple[str, ...] = (),
+        answer: "AnswerFormat | None" = None,
+        grammar: "Grammar | None" = None,
     ) -> list["Stream"]:
         """Start all prompts of a request, or none.
 
@@ -299,7 +320,14 @@ class Server:
             namespace = ("key", work.caller.key_digest, *namespace)
         work.params = params
         for prompt in prompts:
-            stream = self.engine.submit(prompt, params, priority=priority, namespace=namespace)
+            stream = self.engine.submit(
+                prompt,
+                params,
+                priority=priority,
+                namespace=namespace,
+                answer=answer,
+                grammar=grammar,
+            )
             if self.config.log_prompts:
                 log.info("prompt %r with %s", self.engine.tokenizer.decode(prompt, False), params)
             work.streams.append(stream)

@@ -29,11 +29,16 @@ from pydantic_settings import (
 
 from ..engine.api.config import EngineConfig, option
 from ..engine.api.errors import StartError
+from ..engine.text.formats import REASONING_PARSERS, TOOL_PARSERS
 
 ENV_PREFIX = "STOKER_"
 SECRETS = ("api_key", "admin_key")
 
 Texts = Annotated[tuple[str, ...], NoDecode]  # a repeated flag; a,b,c in the environment
+if typing.TYPE_CHECKING:
+    ToolParser = ReasoningParser = str
+else:  # the names are those of the tables
+    ToolParser, ReasoningParser = Literal[TOOL_PARSERS], Literal[REASONING_PARSERS]
 
 
 def version() -> str:
@@ -65,6 +70,15 @@ class ServerConfig(EngineConfig, BaseSettings):
     body_timeout_s: float = option(60, "time a client has to send its body", "http", gt=0)
     cors_origin: Texts = option(
         (), "origin whose web pages may call the server (repeatable, * for all)", "http"
+    )
+    tool_call_parser: ToolParser = option(
+        "auto", "how the model writes tool calls; auto goes by its chat template", "chat"
+    )
+    reasoning_parser: ReasoningParser = option(
+        "auto", "how the model writes reasoning; auto goes by its chat template", "chat"
+    )
+    trust_request_chat_template: bool = option(
+        False, "requests may bring a chat template of their own (chat_template)", "chat"
     )
     api_key: Texts = option(
         (), "key that clients must send as a bearer token (repeatable)", "access"

@@ -74,6 +74,7 @@ class ChunkEncoder:
         self.usage = usage
         self.has_begun = [False] * n
         self.num_output = [0] * n
+        self.num_reasoning = [0] * n
         self.num_cached = 0
 
     def __call__(self, output: "Output") -> bytes:
@@ -84,6 +85,7 @@ class ChunkEncoder:
             if not output.text:
                 return b""
             return self.before[i] + orjson.dumps(output.text) + self.after
+        self.num_reasoning[i] = output.num_reasoning
         is_first = not self.has_begun[i]
         self.has_begun[i] = True
         if i == 0 and is_first:
@@ -98,8 +100,10 @@ class ChunkEncoder:
 def merge(a: "Output", b: "Output") -> "Output":
     """Two outputs of one choice as one: nothing is lost when a client reads slowly."""
     logprobs = b.logprobs if a.logprobs is None else a.logprobs + (b.logprobs or ())
+    deltas = {"deltas": a.deltas + b.deltas} if a.deltas or b.deltas else {}
     return replace(
         b,
+        **deltas,
         text=a.text + b.text,
         token_ids=a.token_ids + b.token_ids,
         logprobs=logprobs,

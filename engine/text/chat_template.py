@@ -1,38 +1,30 @@
 """Chat messages to prompt text, by the model's own Jinja template.
 
-A template comes out of a downloaded model, so it is not trusted: Jinja's sandbox keeps it from
-Python, and each render has a deadline and a limit on every string it makes.
+A template comes out of a downloaded model, or out of a request, so it is not trusted: see
+`sandbox.py`.
 
 Runs on: pool.
 """
 
-import functools
 import json
 import logging
-import re
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.filters import FILTERS
-from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment, SecurityError
-from jinja2.visitor import NodeTransformer
+from jinja2.sandbox import SecurityError
 
 from ..api.errors import RequestError, StartError
+from .sandbox import ChatEnvironment, Refusal, check_length, check_time, limits
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 ContentFormat = Literal["string", "parts", "either"]
 
-MAX_CHARS = 1 << 25  # of one rendered prompt, and of each string on the way to it
-_MAX_PRODUCT = 1 << 30  # of a text's and an argument's lengths: replace('a', long) multiplies them
+MAX_MESSAGE = 1000  # characters of a template's own error
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = frozenset(
     (
@@ -46,8 +38,6 @@ _RESERVED = frozenset(
     )
 )
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-
-_deadline_s: ContextVar[float] = ContextVar("deadline_s")
 
 
 class ChatTemplate:
@@ -75,7 +65,8 @@ class ChatTemplate:
         timeout_s: float = 5.0,
     ):
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
-        environment = _ChatEnvironment()
+        self.sources = tuple(sources.values())
+        environment = ChatEnvironment()
         self.source = sources.get("default")
         self._tokens = dict(tokens)
         self._timeout_s = timeout_s
@@ -93,6 +84,14 @@ class ChatTemplate:
                 self._templates[name] = environment.template(tree)
             except (jinja2.TemplateError, RecursionError) as e:
                 raise StartError(f"the model's chat template {name!r} is not valid: {e}") from e
+
+    @classmethod
+    def of_request(cls, source: str, tokens: Mapping[str, str]) -> "ChatTemplate":
+        """A template that came with a request. Raises RequestError where it is not valid."""
+        try:
+            return cls(source, tokens)
+        except StartError as e:
+            raise RequestError(str(e).replace("the model's", "the"), param="chat_template") from e
 
     def render(
         self,
@@ -183,31 +182,28 @@ class ChatTemplate:
         )
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        token = _deadline_s.set(time.monotonic() + self._timeout_s)
         pieces, num_chars = [], 0
         try:
-            for piece in template.generate(variables):
-                _check_time()
-                num_chars += len(piece)
-                _check_length(num_chars)
-                pieces.append(piece)
+            with limits(self._timeout_s):
+                for piece in template.generate(variables):
+                    check_time()
+                    num_chars += len(piece)
+                    check_length(num_chars)
+                    pieces.append(piece)
         except TimeoutError:
             raise RequestError(
                 f"the chat template took longer than {self._timeout_s:g} s", param="messages"
             ) from None
-        except _Refusal as e:
-            raise RequestError(str(e), param="messages") from None
+        except Refusal as e:
+            raise RequestError(str(e)[:MAX_MESSAGE], param="messages") from None
         except SecurityError as e:
             raise RequestError(f"the chat template was stopped: {e}", param="messages") from e
         except Exception as e:  # whatever the template's expressions raise on these messages
             log.info("the chat template fails: %s: %s", type(e).__name__, e)
             raise RequestError(
-                "the chat template cannot render these messages: a field is missing or has a "
-                "type or form that it does not know",
+                f"the chat template cannot render these messages: {str(e)[:MAX_MESSAGE]}",
                 param="messages",
             ) from e
-        finally:
-            _deadline_s.reset(token)
         return "".join(pieces)
 
 
@@ -305,162 +301,6 @@ def _marked(message: Message, mark: str) -> tuple[Message, str]:
                 marked = {**part, "text": text + mark}
                 return {**message, "content": [*content[:i], marked, *content[i + 1 :]]}, text
     raise RequestError("the final message has no text to continue", param="continue_final_message")
-
-
-class _Refusal(jinja2.TemplateError):
-    """What a template says with raise_exception."""
-
-
-class _Generation(Extension):
-    """`{% generation %}` blocks mark what the model wrote, for training. Here they only scope."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The environment that transformers gives chat templates, with limits on time and size.
-
-    The sandbox stops `range` at 100,000. Loops inside loops are stopped by the clock, which each
-    round reads. Strings that grow are stopped where an operator, a call or a filter made them.
-    """
-
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        self.filters["tojson"] = _to_json
-        self.filters = {name: _bounded(f) for name, f in self.filters.items()}
-        self.filters["check_time"] = _check_time
-        del self.globals["lipsum"]
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def template(self, tree: nodes.Template) -> jinja2.Template:
-        """A template out of its syntax tree, with the clock put into its loops."""
-        code = self.compile(_Clock().visit(tree))
-        return self.template_class.from_code(self, code, self.make_globals(None), None)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for items, count in ((left, right), (right, left)):
-                if hasattr(items, "__len__") and isinstance(count, int):
-                    limit = MAX_CHARS if isinstance(items, str) else MAX_RANGE
-                    if len(items) * count > limit:
-                        raise SecurityError("a repeated value is too long")
-        if operator == "**" and (abs(left) > MAX_RANGE or abs(right) > 64):
-            raise SecurityError("a power is too large")
-        if operator == "%" and isinstance(left, str):
-            _check_widths(left)
-        return _check_length_of(super().call_binop(context, operator, left, right))
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        # Jinja wraps str.format, to keep it from attributes.
-        receiver = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if isinstance(receiver, str) and getattr(obj, "__name__", "") in ("format", "format_map"):
-            _check_widths(receiver)
-        _check_arguments(receiver, args, kwargs)
-        return _check_length_of(super().call(context, obj, *args, **kwargs))
-
-
-class _Clock(NodeTransformer):
-    """Reads the clock in each round of a loop and each call of a macro, and bounds `a ~ b`."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.body.insert(0, self._check(node))
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        self.generic_visit(node)
-        node.body.insert(0, self._check(node))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        self.generic_visit(node)
-        items = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(items, "join", [], [], None, None, lineno=node.lineno)
-
-    @staticmethod
-    def _check(node: nodes.Node) -> nodes.ExprStmt:
-        context = nodes.ContextReference(lineno=node.lineno)  # no constant: that would be folded
-        call = nodes.Filter(context, "check_time", [], [], None, None, lineno=node.lineno)
-        return nodes.ExprStmt(call, lineno=node.lineno)
-
-
-def _check_time(_: Any = None) -> None:
-    if time.monotonic() > _deadline_s.get():
-        raise TimeoutError
-
-
-def _check_length(num_chars: int) -> None:
-    if num_chars > MAX_CHARS:
-        raise SecurityError(f"the text is longer than {MAX_CHARS} characters")
-
-
-def _check_length_of(value: Any) -> Any:
-    if isinstance(value, str):
-        _check_length(len(value))
-    return value
-
-
-def _check_arguments(value: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Widths and counts stay small, and so does what `replace` and `join` can make of a value."""
-    size = len(value) if isinstance(value, str | list) else 1
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, int) and abs(argument) > MAX_CHARS:
-            raise SecurityError(f"the number {argument} is too large")
-        if isinstance(argument, str) and size * len(argument) > _MAX_PRODUCT:
-            raise SecurityError("a filter or method would make too long a text")
-
-
-def _check_widths(pattern: str) -> None:
-    if re.search(r"[0-9]{6}|\*", pattern):
-        raise SecurityError("a format string asks for too wide a field")
-
-
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # Jinja's marks, as `pass_context`, are attributes: they stay
-    def call(*args: Any, **kwargs: Any) -> Any:
-        at = 1 if hasattr(function, "jinja_pass_arg") else 0
-        if function is FILTERS["format"]:
-            _check_widths(str(args[at]))
-        _check_arguments(args[at], args[at + 1 :], kwargs)
-        return _check_length_of(function(*args, **kwargs))
-
-    return call
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _content_names(tree: nodes.Template) -> set[str]:

@@ -66,7 +66,6 @@ BAD = [
     (CHAT, chat(tools=[{"type": "function"}]), "tools.0.function"),
     (CHAT, chat(tools=[{"type": "function", "function": {}}]), "tools.0.function.name"),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
-    (CHAT, chat(tools=[TOOL], tool_choice="required"), "tool_choice"),
     (
         CHAT,
         chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "nope"}}),

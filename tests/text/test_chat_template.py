@@ -384,6 +384,28 @@ def test_the_sandbox_holds(source):
         "{{ ('x' * 10**6) | replace('x', 'y' * 10**6) }}",
         "{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}",
         "{{ lipsum(10**6) }}",
+        "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}"
+        "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}",
+        "{% macro d(s) %}{{ s }}{{ s }}{% endmacro %}{% set n = namespace(s='aaaaaaaa') %}"
+        "{% for i in range(99) %}{% set n.s = d(n.s) %}{% endfor %}",
+        "{% macro d() %}{% set n.l = varargs %}{% endmacro %}{% set n = namespace(l=[1]) %}"
+        "{% for i in range(99) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l | tojson }}",
+        "{% set n = namespace(l=[1]) %}{% for i in range(99) %}{% set n.l = n.l + n.l %}{% endfor %}",  # noqa: E501
+        "{% set n = namespace(l=[1]) %}{% for i in range(99) %}{% set n.l = (n.l, n.l) %}{% endfor %}"  # noqa: E501
+        "{{ n.l }}",
+        "{% set n = namespace(l={}) %}{% for i in range(99) %}{% set n.l = dict(a=n.l, b=n.l) %}"
+        "{% endfor %}{{ n.l | tojson }}",
+        "{% for i in range(99999) %}{{ range(99999) | list | sort | length }}{% endfor %}",
+        "{% set x = [[1]] * 99999 %}{{ x | sum(start=[]) | length }}",
+        "{{ range(99999) | map('string') | join('a' * 10**5) | length }}",
+        "{{ ('a' * 10**5).join(range(99999) | map('string')) | length }}",
+        "{% set n = namespace(i=3) %}{% for i in range(99) %}{% set n.i = n.i * n.i %}{% endfor %}",
+        "{{ '{:>{w}}'.format('x', w=999999999) }}",
+        "{{ ('\t' * 10**5).expandtabs(10**6) | length }}",
+        "{% set s = 'a' * 2**24 %}{{ s.translate({97: s}) | length }}",
+        "{{ ('\n' * 10**6) | indent(10**5, blank=true) | length }}",
+        "{{ messages | tojson(indent=99999) }}",
+        "{{ strftime_now('%c' * 10**6) }}",
     ],
 )
 def test_bombs_end_soon(source):
