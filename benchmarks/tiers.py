@@ -117,9 +117,9 @@ async def measure(args: argparse.Namespace, model: Path, disk: Path) -> list[tup
         threads=args.threads,
         kv_tokens=args.tokens + MAX_SPARE,
         max_running_requests=8,
-        host_cache_ratio=4.0,
+        host_cache_ratio=3.0,
         disk_cache_dir=str(disk),
-        disk_cache_gib=64.0,
+        disk_cache_gib=args.disk_gib,
         prefetch_timeout=60.0,
         disable_graphs=args.backend == "cpu",
     )
@@ -134,10 +134,8 @@ async def measure(args: argparse.Namespace, model: Path, disk: Path) -> list[tup
             answers["device"] = await bench.ask(prompt)
             await bench.push_out()
             answers["host"] = await bench.ask(prompt)
-            await bench.push_out()
             await engine.flush_cache()  # of device and host
             answers["disk"] = await bench.ask(prompt)
-            await bench.push_out()
             await engine.flush_cache()
             forget_files(disk)
             answers["disk, cold"] = await bench.ask(prompt)
@@ -157,6 +155,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--disk-gib", type=float, default=32.0)
     parser.add_argument("--disk", type=Path, default=None, help="where the disk tier is to be")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:

@@ -269,7 +269,7 @@ class Builder:
             stores=tuple(store.name for store in stores),
             prefetch_s=config.prefetch_timeout,
             max_load_pages=max(step_bytes // num_bytes, 1),
-            max_saving=max(kv_copies.STAGING_BYTES // num_bytes, 1),
+            max_saving=max(min(2 * kv_copies.STAGING_BYTES, step_bytes) // num_bytes, 1),
         )
 
     def open_step_log(self, scheduler: Scheduler, runner: ModelRunner) -> StepLog | None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ...backends.api import DeviceRuntime, LayerCache, Ops
+from ...backends.cpu import CpuRuntime
 from ..api.errors import StartError
 from ..core.tiers import Copied, Load, Order, Save, Tiers
 from .stores import HEADER_BYTES, PageStore
@@ -38,7 +39,7 @@ from .stores.threads import StoreThreads
 log = logging.getLogger("stoker")
 
 ALIGN = 256
-STAGING_BYTES = 64 << 20  # of each of the two buffers that saves go through
+STAGING_BYTES = 128 << 20  # of each of the two buffers that saves go through
 CLOSE_S = 10.0
 
 
@@ -75,6 +76,12 @@ class HostPool:
     def __init__(self, num_slots: int, record_bytes: int, device: torch.device):
         self.record_bytes = record_bytes
         num_bytes = num_slots * record_bytes
+        free_bytes, _ = CpuRuntime().memory()
+        if num_bytes > free_bytes:
+            raise StartError(
+                f"a host cache of {num_bytes / 2**30:.1f} GiB does not fit: "
+                f"{free_bytes / 2**30:.1f} GiB of host memory are free"
+            )
         try:
             self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -302,6 +302,16 @@ def test_redis_store_alone(redis_url):
     store.close()
 
 
+def test_a_host_cache_that_does_not_fit_stops_the_start(model):
+    async def main():
+        with pytest.raises(StartError, match="does not fit"):
+            await AsyncEngine.start(config(model, host_cache_gib=1e6))
+        with pytest.raises(StartError, match="smaller than a page"):
+            await AsyncEngine.start(config(model, host_cache_gib=1e-9))
+
+    asyncio.run(main())
+
+
 def test_flags_that_do_not_fit(model):
     for kw, words in (
         ({"disk_cache_dir": "x"}, "need"),
