@@ -27,7 +27,6 @@ from .tracing import Tracer
 
 if TYPE_CHECKING:
     from ..engine import AsyncEngine, Output, Stream
-    from ..engine.runtime.grammar.compiler import Grammar
     from ..engine.text.answer import AnswerFormat
     from ..engine.text.reader import Delta
     from .sse import EventStream
@@ -283,8 +282,8 @@ class Server:
             queued = self.engine.num_streams - self.config.max_running_requests
             error.retry_after_s = min(max(queued / rate, 1.0), 60.0)
 
-    async def compile_grammar(self, params: SamplingParams) -> "Grammar | None":
-        """The grammar of a request, if it has one. Raises RequestError, Overloaded."""
+    async def compile_grammar(self, params: SamplingParams) -> Any:
+        """A request's grammar for `submit`, None without. Raises RequestError, Overloaded."""
         if params.grammar is None:
             return None
         began = time.perf_counter()
@@ -302,7 +301,7 @@ class Server:
         priority: int = 0,
         namespace: tuple[str, ...] = (),
         answer: "AnswerFormat | None" = None,
-        grammar: "Grammar | None" = None,
+        grammar: Any = None,
     ) -> list["Stream"]:
         """Start all prompts of a request, or none.
 
