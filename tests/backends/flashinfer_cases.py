@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -104,6 +105,7 @@ class Prefill(Wrapper):
 def package(monkeypatch):
     """A package of that name, whose modules are built as `package.built` says."""
     package, jit = ModuleType("flashinfer"), ModuleType("flashinfer.jit")
+    package.__spec__ = ModuleSpec("flashinfer", None)
     package.BatchDecodeWithPagedKVCacheWrapper = Decode
     package.BatchPrefillWithPagedKVCacheWrapper = Prefill
     package.built, package.asked = {"decode", "fa2", "fa3"}, []
