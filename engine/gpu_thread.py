@@ -21,9 +21,9 @@ from collections.abc import Callable
 import torch
 
 from .api.messages import Fact, Message, Shutdown, Stats
+from .core.copy_orders import Copied
 from .core.plan import StepPlan
 from .core.scheduler import Scheduler
-from .core.tiers import Copied
 from .runtime import kv_copies
 from .runtime.runner import InFlight, ModelRunner
 from .step_log import StepLog

@@ -48,6 +48,7 @@ from .arriving import Arriving
 from .budget import MIN_CHUNK, StepBudget, StepCost
 from .cache_events import CacheEvents
 from .check import check_ledger
+from .copy_orders import Copied
 from .eviction import POLICIES as EVICTION_POLICIES
 from .eviction import EvictionPolicy
 from .fairness import FairShares
@@ -62,7 +63,7 @@ from .request import Request
 from .reserve import Reserve
 from .shared_prefix import SharedPrefixes
 from .slots import Slots
-from .tiers import Copied, Tiers
+from .tiers import Tiers
 from .waiting import WaitingQueue
 
 FULL_BACKLOG = 32768  # waiting tokens, uncached as it seems, at which steps are stretched most

@@ -1,12 +1,8 @@
 """The cache tiers below the device: host memory, and stores behind it (disk, Redis).
 
 Pages are addressed by content (`page_keys`), so the tiers need no tree: a prefix that the device
-lacks is found key by key. This is the state machine alone; it gives *orders* and takes in
-`Copied` facts, in any order:
-
-    Save    device page -> host slot      Find    which keys the stores have
-    Load    host slot -> device page      Fetch   store -> host slot
-                                          Put     host slot -> stores
+lacks is found key by key. This is the state machine alone; it gives `copy_orders` and takes
+in `Copied` facts, in any order.
 
 Saves and loads are queued on the device in the order in which they are given, before the step that
 is planned in the same turn. So a page may be evicted, and be somebody else's, as soon as its save
@@ -22,83 +18,20 @@ Runs on: any (pure).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ..api.messages import TierStats
+from .copy_orders import DAMAGED, Copied, Fetch, Find, Load, Order, Put, Save
 from .page_keys import root_key
 
 WritePolicy = Literal["write-through", "write-through-selective", "write-back"]
 
-MISSING, DAMAGED = -1, -2  # in Copied.results
 FETCH_PAGES = 16  # a Fetch holds no more, so that several run at once and a part may be in time
 PUT_PAGES = 8
 MAX_PUTTING = 64  # pages; the rest waits in the host tier
-MAX_FINDS = 64  # with more outstanding the stores are too slow to wait for
 PREFETCH_S_PER_TOKEN = 1e-4  # what the prefetch deadline grows by
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Copy device pages int32 [n] to host slots int32 [n]."""
-
-    order_id: int
-    pages: np.ndarray
-    slots: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Copy host slots int32 [n] to device pages int32 [n]."""
-
-    order_id: int
-    slots: np.ndarray
-    pages: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Find:
-    """Say how many of the first keys the stores have."""
-
-    order_id: int
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bring pages from the stores to host slots."""
-
-    order_id: int
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """Bring pages from host slots to the stores."""
-
-    order_id: int
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
-
-
-Order = Save | Load | Find | Fetch | Put
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """An order has ended.
-
-    Attributes:
-        results: of a Find: how many of the first keys are there, alone. Of a Fetch: for each key
-            the number of the store it came from, MISSING or DAMAGED. Of a Put: for each key
-            whether any store took it.
-    """
-
-    order_id: int
-    results: tuple[int, ...] = ()
 
 
 class HostPage:
@@ -127,14 +60,19 @@ class HostPage:
 
 
 class Prefetch:
-    """What a waiting request waits for: an answer (`pending` is None), then pages of these keys."""
+    """What a waiting request waits for: an answer (`pending` is None), then pages of these keys.
 
-    __slots__ = ("deadline_s", "keys", "pending")
+    Attributes:
+        is_late: whether its time was over before the stores had answered.
+    """
+
+    __slots__ = ("deadline_s", "is_late", "keys", "pending")
 
     def __init__(self, keys: tuple[bytes, ...], deadline_s: float):
         self.keys = keys
         self.deadline_s = deadline_s
         self.pending: set[bytes] | None = None
+        self.is_late = False
 
 
 class Tiers:
@@ -202,6 +140,7 @@ class Tiers:
         self._finding: dict[int, Prefetch] = {}
         self._prefetches: set[Prefetch] = set()
         self._next_deadline_s = float("inf")
+        self._num_late = 0  # prefetches whose answer is overdue
         self._to_save: dict[int, None] = {}  # device pages, the oldest first
         self._to_put: OrderedDict[bytes, HostPage] = OrderedDict()
         self._num_saving = 0
@@ -300,8 +239,11 @@ class Tiers:
     # ---- stores to host ----------------------------------------------------------------------
 
     def prefetch(self, keys: list[bytes], arrival_s: float) -> Prefetch | None:
-        """Look in the stores for what neither device nor host has; None: nothing to wait for."""
-        if not self._stores or len(self._finding) >= MAX_FINDS:
+        """Look in the stores for what neither device nor host has; None: nothing to wait for.
+
+        While an answer is overdue nobody else waits for the stores.
+        """
+        if not self._stores or self._num_late:
             return None
         first = 0
         while first < len(keys) and self._is_near(keys[first]):
@@ -333,6 +275,9 @@ class Tiers:
             return
         late = [prefetch for prefetch in self._prefetches if prefetch.deadline_s <= now]
         self._prefetches.difference_update(late)
+        for prefetch in late:
+            prefetch.is_late = prefetch.pending is None
+            self._num_late += prefetch.is_late
         self._counts["prefetch timeouts"] += len(late)
         deadlines = (prefetch.deadline_s for prefetch in self._prefetches)
         self._next_deadline_s = min(deadlines, default=float("inf"))
@@ -434,7 +379,9 @@ class Tiers:
                 self._counts["put"] += sum(result > 0 for result in fact.results)
                 self._counts["not put"] += sum(result <= 0 for result in fact.results)
             case Find():
-                self._fetch(self._finding.pop(fact.order_id), fact.results[0])
+                prefetch = self._finding.pop(fact.order_id)
+                self._num_late -= prefetch.is_late
+                self._fetch(prefetch, fact.results[0])
             case Fetch():
                 self._num_filling -= len(entries)
                 for entry, result in zip(entries, fact.results, strict=True):
@@ -575,6 +522,7 @@ class Tiers:
         counted = {Save: self._num_saving, Put: self._num_putting, Fetch: self._num_filling}
         for kind, count in counted.items():
             assert num_on[kind] == count, f"{num_on[kind]} pages in a {kind}, counted {count}"
+        assert self._num_late == sum(prefetch.is_late for prefetch in self._finding.values())
         for prefetch in self._prefetches:
             if prefetch.pending is None:
                 assert prefetch in self._finding.values(), "a prefetch waits for nothing"

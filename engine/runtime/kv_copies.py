@@ -32,7 +32,8 @@ from torch import Tensor
 from ...backends.api import DeviceRuntime, LayerCache, Ops
 from ...backends.cpu import CpuRuntime
 from ..api.errors import StartError
-from ..core.tiers import Copied, Load, Order, Save, Tiers
+from ..core.copy_orders import Copied, Load, Order, Save
+from ..core.tiers import Tiers
 from .stores import HEADER_BYTES, PageStore
 from .stores.threads import StoreThreads
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stoker.engine.core.tiers import (
+from stoker.engine.core.copy_orders import (
     DAMAGED,
     MISSING,
     Copied,
@@ -18,8 +18,8 @@ from stoker.engine.core.tiers import (
     Load,
     Put,
     Save,
-    Tiers,
 )
+from stoker.engine.core.tiers import Tiers
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stoker.backends.api import LayerCache
-from stoker.engine.core.tiers import Load, Save
+from stoker.engine.core.copy_orders import Load, Save
 from stoker.engine.runtime import kv_copies
 
 PAGE_BYTES, LAYERS = 64, 3

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from stoker.engine.api.errors import StartError
+from stoker.engine.core.copy_orders import DAMAGED, MISSING, Fetch, Find, Put
 from stoker.engine.core.page_keys import extend, root_key
-from stoker.engine.core.tiers import DAMAGED, MISSING, Fetch, Find, Put
 from stoker.engine.runtime.fingerprint import STRIDE_BYTES, fingerprint
 from stoker.engine.runtime.stores import HEADER_BYTES, is_intact, seal
 from stoker.engine.runtime.stores.disk import DiskStore

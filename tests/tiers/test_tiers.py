@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from stoker.engine.core.tiers import MISSING, Copied, Fetch, Find, Load, Put, Save, Tiers
+from stoker.engine.core.copy_orders import MISSING, Copied, Fetch, Find, Load, Put, Save
+from stoker.engine.core.tiers import Tiers
 
 KEYS = [bytes([i]) * 32 for i in range(20)]
 
@@ -173,8 +174,11 @@ def test_a_prefetch_that_is_late_is_not_waited_for():
     assert hand.tiers.is_pending(prefetch)
     hand.tiers.expire(12.01)
     assert not hand.tiers.is_pending(prefetch) and hand.tiers.num_pending == 0
+    hand.check()
+    assert hand.tiers.prefetch(KEYS[4:6], arrival_s=12.0) is None, "the store is stuck, it seems"
     hand.end(find, (2,))
     assert hand.orders() == [] and hand.tiers.stats().prefetch_timeouts == 1
+    assert hand.tiers.prefetch(KEYS[4:6], arrival_s=13.0) is not None
 
 
 def test_a_flush_forgets_host_pages_once_their_orders_have_ended():

@@ -12,7 +12,7 @@ from stoker.backends import registry
 from stoker.backends.api import LayerCache
 from stoker.engine import AsyncEngine, SamplingParams
 from stoker.engine.api.config import EngineConfig
-from stoker.engine.core.tiers import Load, Save
+from stoker.engine.core.copy_orders import Load, Save
 from stoker.engine.runtime import kv_copies
 
 pytestmark = pytest.mark.gpu

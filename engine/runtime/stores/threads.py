@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ...core.tiers import DAMAGED, MISSING, Copied, Fetch, Find, Put
+from ...core.copy_orders import DAMAGED, MISSING, Copied, Fetch, Find, Put
 from . import PageStore, is_intact, seal
 
 log = logging.getLogger("stoker")
