@@ -36,7 +36,8 @@ SECRETS = ("api_key", "admin_key")
 
 Texts = Annotated[tuple[str, ...], NoDecode]  # a repeated flag; a,b,c in the environment
 if typing.TYPE_CHECKING:
-    ToolParser = ReasoningParser = str
+    ToolParser: typing.TypeAlias = str
+    ReasoningParser: typing.TypeAlias = str
 else:  # the names are those of the tables
     ToolParser, ReasoningParser = Literal[TOOL_PARSERS], Literal[REASONING_PARSERS]
 

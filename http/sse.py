@@ -100,7 +100,7 @@ class ChunkEncoder:
 def merge(a: "Output", b: "Output") -> "Output":
     """Two outputs of one choice as one: nothing is lost when a client reads slowly."""
     logprobs = b.logprobs if a.logprobs is None else a.logprobs + (b.logprobs or ())
-    deltas = {"deltas": a.deltas + b.deltas} if a.deltas or b.deltas else {}
+    deltas: dict[str, Any] = {"deltas": a.deltas + b.deltas} if a.deltas or b.deltas else {}
     return replace(
         b,
         **deltas,

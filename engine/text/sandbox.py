@@ -108,13 +108,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Jinja wraps str.format, to keep it from attributes.
         receiver = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        method = getattr(obj, "__name__", "") if isinstance(receiver, str) else ""
-        if method in ("format", "format_map"):
-            _check_widths(receiver)
-        elif method == "translate":
-            raise SecurityError("str.translate may make too long a text")
-        elif method == "join" and args:
-            args = (list(args[0]), *args[1:])
+        if isinstance(receiver, str):
+            method = getattr(obj, "__name__", "")
+            if method in ("format", "format_map"):
+                _check_widths(receiver)
+            elif method == "translate":
+                raise SecurityError("str.translate may make too long a text")
+            elif method == "join" and args:
+                args = (list(args[0]), *args[1:])
         _check_arguments(receiver, args, kwargs)
         _check_size(args)
         return _check_size(super().call(context, obj, *args, **kwargs))
