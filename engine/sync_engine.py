@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .api.config import EngineConfig
-from .api.errors import EngineError
+from .api.errors import EngineError, Overloaded
 from .api.messages import FinishReason, TokenLogprob
 from .api.sampling_params import SamplingParams
-from .async_engine import AsyncEngine
+from .async_engine import AsyncEngine, Stream
+
+QUEUE_POLL_S = 0.02
 
 
 @dataclass(slots=True)
@@ -125,7 +127,8 @@ class Engine:
 
         with Progress(disable=not progress) as bar:
             task = bar.add_task("generate", total=len(prompts))
-            window = asyncio.Semaphore(self.engine.config.max_queued_requests)
+            most = max((p.n for p in params), default=1)
+            window = asyncio.Semaphore(max(1, self.engine.config.max_queued_requests // most))
 
             async def one(prompt: Any, p: SamplingParams) -> list[Completion]:
                 async with window:
@@ -140,7 +143,7 @@ class Engine:
     async def _complete(self, prompt: Any, params: SamplingParams) -> list[Completion]:
         done = [Completion() for _ in range(params.n)]
         tokens = await self.engine.encode(prompt) if isinstance(prompt, str) else prompt
-        async for out in self.engine.generate(tokens, params):
+        async for out in await self._submit(tokens, params):
             c = done[out.choice]
             c.text += out.text
             c.token_ids += out.token_ids
@@ -152,6 +155,16 @@ class Engine:
         for c in done[1:]:  # the prompt is scored once
             c.prompt_logprobs = done[0].prompt_logprobs
         return done
+
+    async def _submit(self, tokens: Sequence[int], params: SamplingParams) -> Stream:
+        """Queue a prompt, as soon as the queue's limit in tokens lets it in."""
+        while True:
+            try:
+                return self.engine.submit(tokens, params)
+            except Overloaded as error:
+                if error.reason != "queue_full":
+                    raise
+            await asyncio.sleep(QUEUE_POLL_S)
 
     def _wait(self, coroutine: Any) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from stoker.engine import AsyncEngine, EngineConfig, SamplingParams
+from stoker.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
 from stoker.engine import gpu_thread as gpu
 from stoker.engine.api.errors import EngineError, Overloaded
 from stoker.engine.runtime.runner import ModelRunner
@@ -211,6 +211,23 @@ async def test_queue_limits_hold_between_steps(tiny_model):
                     break
                 await asyncio.sleep(0.01)
         await assert_clean(engine)
+
+
+def test_a_batch_of_plain_code_waits_for_the_queue(tiny_model):
+    """Who calls Engine.generate has no use for a 503."""
+    config = EngineConfig(
+        model=str(tiny_model),
+        dtype="float32",
+        backend="cpu",
+        threads=1,
+        max_running_requests=2,
+        max_queued_requests=4,
+        max_queued_tokens=30,
+    )
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=2)
+    with Engine(config) as engine:
+        done = engine.generate([[i] * 12 for i in range(20)], params)
+    assert [len(c.token_ids) for c in done] == [4] * 40
 
 
 async def test_outputs_that_nobody_reads_are_merged(tiny_model):

@@ -162,6 +162,30 @@ async def test_queue_limit():
         assert (await s.get("/ready")).status == 200
 
 
+@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1), (100.0, 1), (2.0, 4), (0.05, 60)])
+async def test_retry_after_is_when_the_queue_may_be_gone(rate, seconds):
+    async with Served(max_running_requests=1, max_queued_requests=8) as s:
+        s.engine.paused.clear()
+        jobs = [asyncio.create_task(s.post(TEXT, text(max_tokens=1))) for _ in range(9)]
+        await started(s, 9)
+        s.server.metrics.finish_rate = rate  # 8 wait
+        assert (await s.post(TEXT, text())).headers["Retry-After"] == str(seconds)
+        s.engine.paused.set()
+        assert [(await job).status for job in jobs] == [200] * 9
+
+
+async def test_the_rate_at_which_choices_end_is_measured(monkeypatch):
+    async with Served() as s:
+        now = 0.0
+        monkeypatch.setattr("stoker.http.metrics.time.monotonic", lambda: now)
+        s.server.metrics._last_tick = None
+        for _ in range(30):  # 5 in 2 seconds
+            s.server.metrics.tick()
+            s.server.metrics.finished["stop"] += 5
+            now += 2.0
+        assert s.server.metrics.finish_rate == pytest.approx(2.5, rel=0.01)
+
+
 async def test_a_batch_that_does_not_fit_the_queue_starts_nothing():
     async with Served(max_running_requests=1, max_queued_requests=2) as s:
         s.engine.paused.clear()
