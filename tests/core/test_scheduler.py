@@ -202,6 +202,45 @@ def test_slots_limit_what_runs(make_engine, overlap):
     engine.assert_outputs()
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+def test_equal_tokens_in_two_namespaces_never_share_a_page(make_engine, overlap, page_size):
+    """While they run, in the cache, and for those that come later."""
+    engine = make_engine(
+        overlap=overlap,
+        page_size=page_size,
+        num_pages=6000 // page_size,
+        max_step_tokens=2000,
+        max_model_len=1000,
+    )
+    most = [0, 0]
+
+    def look():
+        held = [set(), set()]
+        for request in engine.scheduler.slots.owners():
+            namespace = request.add.params.top_k
+            held[namespace] |= set(engine.scheduler.slots.pages(request.slot).tolist())
+        for node in engine.scheduler.tree.nodes():
+            top = node
+            while top.parent is not None:
+                top = top.parent
+            held[int(top.key[0].removeprefix("ns"))] |= set(node.pages.tolist())
+        assert not held[0] & held[1]
+        most[:] = map(max, most, map(len, held))
+
+    for _ in range(3):
+        for namespace in (0, 1):
+            engine.add(prompt(300), max_tokens=5, namespace=namespace)
+        while engine.scheduler.has_work:
+            engine.step()
+            look()
+    assert min(most) >= 300 // page_size
+    assert [f.num_cached for f in engine.facts if f.finish_reason][2:] == [
+        299 // page_size * page_size
+    ] * 4
+    engine.assert_outputs()
+    engine.assert_drained()
+
+
 def test_namespaces_do_not_share(make_engine, overlap):
     engine = make_engine(overlap=overlap)
     for namespace in (1, 2, 1):
@@ -325,6 +364,31 @@ def test_eviction_makes_room(make_engine, overlap):
     assert engine.scheduler.stats().evicted_pages >= 4 * 20
     engine.assert_outputs()
     engine.assert_drained()
+
+
+def test_a_pinned_prompt_outlives_others_and_is_flushed_like_them(make_engine, overlap):
+    engine = make_engine(overlap=overlap, num_pages=61)
+    engine.add(prompt(20, 1), max_tokens=0, pin=1)
+    engine.run()
+    for i in range(2, 8):
+        engine.add(prompt(20, 5 * i), max_tokens=4)
+        engine.run()
+    engine.add(prompt(20, 1), max_tokens=1)
+    engine.run()
+    assert engine.facts[-1].num_cached == 19 and engine.scheduler.stats().evicted_pages > 60
+    engine.scheduler.handle(Flush(1))
+    assert engine.scheduler.drain_facts() == [Flushed(1, 0)]
+    assert engine.scheduler.stats().num_tree_nodes == 0
+
+
+def test_a_pool_that_is_pinned_full_still_serves(make_engine, overlap):
+    engine = make_engine(overlap=overlap, num_pages=41)
+    engine.add(prompt(40, 1), max_tokens=0, pin=9)
+    engine.run()
+    assert engine.scheduler.stats().num_free_pages == 0
+    engine.add(prompt(30, 7), max_tokens=5)
+    engine.run()
+    engine.assert_outputs()
 
 
 def test_flush_empties_what_nobody_uses(make_engine, overlap):
