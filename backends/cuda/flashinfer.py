@@ -17,6 +17,7 @@ Runs on: gpu.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -182,20 +183,20 @@ class FlashInferOps:
         kinds = _kinds(specs, dtype)
         if not kinds:
             return "it does not serve such layers (head size, type, or sinks)"
-        if is_forced:
-            self.uses = {kind: _preferred(kind) for kind in kinds}
-            if not any(map(any, self.uses.values())):
-                return NOT_BUILT
-            self._float_space(runtime.device)  # before the KV pool takes what is free
-            return None
-        times = {kind: self._times(kind, page_size, runtime) for kind in kinds}
+        try:
+            if is_forced:
+                self.uses, times = {kind: _preferred(kind) for kind in kinds}, {}
+            else:
+                times = {kind: self._times(kind, page_size, runtime) for kind in kinds}
+        except BackendError as error:
+            return str(error)
         for kind, by_step in times.items():
             self.uses[kind] = Use(*(fastest(by_step[step]) for step in ("decode", "prefill")))
             for step, took in by_step.items():
                 shown = ", ".join(f"{name} {us:.1f} us" for name, us in took.items())
                 logger.info("attention, %s with %d heads: %s", step, kind.num_heads, shown)
         if any(map(any, self.uses.values())):
-            self._float_space(runtime.device)
+            self._float_space(runtime.device)  # before the KV pool takes what is free
             return None
         self._floats = None
         is_built = any(took for by_step in times.values() for took in by_step.values())
@@ -409,7 +410,15 @@ def wanted_modules() -> tuple[str, ...]:
 
 
 def built_modules(kind: Kind) -> tuple[str, ...]:
-    """Those of them that can be loaded without being compiled."""
+    """Those of them that can be loaded without being compiled.
+
+    Raises:
+        BackendError: FlashInfer, or what it needs, cannot be imported.
+    """
+    try:
+        importlib.import_module("flashinfer.jit")
+    except (ImportError, RuntimeError) as error:  # the latter where versions do not match
+        raise BackendError(f"it cannot be imported: {error}") from error
     return tuple(which for which in wanted_modules() if module(kind, which).is_compiled)
 
 

@@ -233,6 +233,11 @@ def test_forced_it_uses_what_is_built_without_a_measurement(package, measured):
     assert settle(LLAMA, is_forced=True)[1] == flashinfer.NOT_BUILT
 
 
+def test_a_broken_installation_is_a_reason(package, measured, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", None)
+    assert settle(LLAMA, is_forced=True)[1].startswith("it cannot be imported: ")
+
+
 def test_warm_builds_what_is_missing(package):
     package.built = {"fa2"}
     ops = FlashInferOps()
