@@ -238,7 +238,7 @@ class Builder:
             dummy=[config.seed, backend.runtime.name] if is_dummy else None,
             dtype=str(dtype),
             kv_layout=getattr(provider, "kv_layout", "NHD"),
-            pools=[list(pool.shape[1:]) for cache in runner.caches for pool in cache],
+            pools=[[str(p.dtype), *p.shape[1:]] for cache in runner.caches for p in cache],
             page_size=page_size,
         )
         num_bytes = kv_copies.RecordLayout(runner.caches).record_bytes

@@ -17,7 +17,8 @@ All device work is one stream in order. So pages may be released at once, even w
 still reads or writes them: their next owner's writes come later. The tree is stricter: only
 positions below `committed` are put into it, in whole pages, and an in-flight step writes at or
 above `committed`. So nobody writes to a page that the tree hands out, and what a failed step wrote
-is never cached.
+is never cached. Pages that come from the host tier are the tree's as soon as their load is ordered,
+for it is queued before the next step.
 
 Runs on: any (pure).
 """
