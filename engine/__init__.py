@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api.config import EngineConfig
 from .api.errors import EngineError, Overloaded, RequestError, StartError, StokerError
+from .api.grammar import GrammarSpec
 from .api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "GrammarSpec",
     "Output",
     "Overloaded",
     "RequestError",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .errors import RequestError
+from .grammar import GrammarSpec
 
 MAX_N = 128
 MAX_STOP_STRINGS = 32
@@ -54,6 +55,8 @@ class SamplingParams:
             of the model's own distribution (before penalties and temperature).
         prompt_logprobs: the same for the prompt's tokens. Such a request reads no prefix cache.
         logit_bias: token id to a value in [-100, 100] that is added to its logit.
+        grammar: what the output must match. It ends with end of sequence, also under ignore_eos,
+            and before min_tokens where the grammar allows nothing more.
     """
 
     max_tokens: int | None = None
@@ -75,6 +78,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: GrammarSpec | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -5,7 +5,7 @@ Runs on: gpu.
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,12 +15,12 @@ from torch import Tensor
 from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
 from ..core.budget import StepCost, calibration_chunks, pairs_of
 from ..core.plan import Logprobs, StepPlan, StepResult
+from .grammar.masks import Constraint, Masks
 from .graphs import StepGraphs, chunk_plan
 from .inputs import Inputs, StepInputs
 from .kv_copies import KVCopies
-from .sampler import DeviceLogprobs, Sampled, Sampler, top_logprobs
+from .sampler import NO_ROWS, DeviceLogprobs, Sampled, Sampler, top_logprobs
 
-NO_ROWS = np.empty(0, np.int64)
 SCORED_ROWS = 512  # logits of so many prompt positions are in memory at once
 
 
@@ -64,6 +64,7 @@ class InFlight:
         prompt_logprobs: dict[int, DeviceLogprobs],
         turn: _Turn,
         device_s: float | None = None,
+        constraints: Sequence[Constraint] = (),
     ):
         self.device_s = device_s or 0.0
         self._plan = plan
@@ -71,6 +72,7 @@ class InFlight:
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
         self._turn = turn
+        self._constraints = constraints  # of the plan's masked rows
         self._is_async = device_s is None
         if sampled is not None:
             host = turn.tokens[: len(sample_rows)]
@@ -92,6 +94,8 @@ class InFlight:
             drawn = turn.tokens.numpy()[: len(rows)]
             is_finite[rows] = drawn >= 0
             tokens[rows] = np.where(drawn < 0, ~drawn, drawn)
+            for row, constraint in zip(plan.masked, self._constraints, strict=True):
+                constraint.accept((int(tokens[row]),))
             if self._sampled.logprobs is not None:
                 at = rows[self._sampled.logprob_rows]
                 logprobs = _spread(self._sampled.logprobs, at, plan.num_rows)
@@ -122,6 +126,7 @@ class ModelRunner:
         self.caches = caches
         self.copies: KVCopies | None = None  # to and from the cache tiers, where there are any
         self.sampler = Sampler(ops, num_slots, model.vocab_size, runtime.device)
+        self.masks = Masks(num_slots, model.vocab_size)
         self.inputs = Inputs(
             runtime,
             num_slots=num_slots,
@@ -182,6 +187,8 @@ class ModelRunner:
         """Queue a step on the device. The step before the last must have been waited for."""
         for admission in plan.admitted:
             self.sampler.admit(admission)
+            self.masks.admit(admission)
+        constraints = self.masks.begin(plan.slots[plan.masked].tolist())
         turn, began_s = next(self._turns), time.perf_counter()
         if self.runtime.is_async:
             turn.began.record()
@@ -205,15 +212,22 @@ class ModelRunner:
             scored = self._score(plan, hidden[len(rows) :])
         if len(rows):
             slots, kv_lens = plan.slots[rows], plan.kv_lens[rows]
-            if drawn is not None and sampler.is_plain(slots, kv_lens):
+            if drawn is not None and not constraints and sampler.is_plain(slots, kv_lens):
                 sampled = Sampled(drawn[: len(rows)], NO_ROWS, None)
             else:  # what a graph drew is drawn again, from what the requests make of the logits
                 sampled = sampler.sample(
-                    logits, slots, kv_lens, step.sampling, step.sample_slots, last
+                    logits,
+                    slots,
+                    kv_lens,
+                    step.sampling,
+                    step.sample_slots,
+                    last,
+                    np.searchsorted(rows, plan.masked),
+                    self.masks.take() if constraints else None,
                 )
                 sampled.tokens = sampled.tokens[: len(rows)]
         device_s = None if self.runtime.is_async else time.perf_counter() - began_s
-        return InFlight(plan, rows, sampled, scored, turn, device_s)
+        return InFlight(plan, rows, sampled, scored, turn, device_s, constraints)
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, DeviceLogprobs]:
         """Log-probabilities of prompt tokens, for the rows that want them."""

@@ -1,7 +1,8 @@
 """From logits to tokens: penalties, masks, biases, the draw, log-probabilities.
 
-Order (as SGLang's): frequency and presence penalties, min_tokens, repetition penalty, logit bias;
-then, inside the backend's `sample`, temperature, top-k, top-p, min-p and the draw.
+Order (as SGLang's): frequency and presence penalties, min_tokens, repetition penalty, logit bias,
+the grammar's mask; then, inside the backend's `sample`, temperature, top-k, top-p, min-p and the
+draw.
 Log-probabilities are of the model's own distribution, before all of that.
 
 Runs on: gpu.
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from ...backends.api import Ops, SamplingRows
 from ..core.plan import Admission
+
+NO_ROWS = np.empty(0, np.int64)
 
 
 class SlotTable:
@@ -128,6 +131,8 @@ class Sampler:
         rows: SamplingRows,
         device_slots: Tensor,
         last: Tensor,
+        masked: np.ndarray = NO_ROWS,
+        masks: np.ndarray | None = None,
     ) -> Sampled:
         """Draw one token a row, with all that its request asks for.
 
@@ -136,6 +141,8 @@ class Sampler:
             slots: host int32 [num_samples]; kv_lens: the context's length, so the position of
                 the token that is drawn.
             rows, device_slots, last: see `draw`.
+            masked, masks: host int array [n], and int32 [n, ceil(vocab / 32)]: the rows under a
+                grammar, and which tokens it allows, a bit each.
         """
         table = self.table
         logprob_rows = np.flatnonzero(table.num_logprobs[slots] >= 0)
@@ -151,6 +158,9 @@ class Sampler:
         for row in np.flatnonzero(table.has_bias[slots]):
             ids, values = self._bias[int(slots[row])]
             logits[int(row)].index_add_(0, ids, values)
+
+        if masks is not None:
+            mask_logits(logits, masked, masks)
 
         drawn = self.draw(logits, rows, device_slots, last)
         if len(penalised):
@@ -176,6 +186,29 @@ class Sampler:
 
     def _index(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device, non_blocking=True)
+
+
+def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
+    """Forbid what masks forbid: bit t % 32 of word t // 32 is 0.
+
+    Args:
+        logits: float32 [num_rows, vocab], overwritten. rows: ascending [n].
+        masks: host int32 [n, ceil(vocab / 32)].
+    """
+    vocab, device = logits.shape[1], logits.device
+    if device.type == "cpu":
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        forbidden = torch.from_numpy(bits).logical_not_()
+    else:
+        words = torch.from_numpy(masks).pin_memory().to(device, non_blocking=True)
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        forbidden = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab]
+    forbidden = forbidden.bool()
+    if len(rows) == rows[-1] + 1:  # the first rows: no need to gather them
+        logits[: len(rows)].masked_fill_(forbidden, -torch.inf)
+    else:
+        at = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
+        logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
 
 
 def top_logprobs(own: Tensor, tokens: Tensor, top: int) -> DeviceLogprobs:

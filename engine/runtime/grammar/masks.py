@@ -89,6 +89,10 @@ class Masks:
 
     def begin(self, slots: Sequence[int]) -> list[Constraint]:
         """Start to fill the masks of some slots; their constraints, for `accept`."""
+        if not slots:
+            return []
+        if self._filling is not None:  # of a step that the device had no memory for
+            self._filling.result()
         constraints = [self._by_slot[slot] for slot in slots]
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="stoker-masks")
