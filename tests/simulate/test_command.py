@@ -1,7 +1,10 @@
 """`stoker simulate` from flags to JSON and PNG, and a real engine's log into a simulation."""
 
 import json
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -150,3 +153,16 @@ def test_a_measured_engine_is_simulated(tmp_path, tiny_model, capsys):
     log.write_text("".join([json.dumps(values) + "\n", *lines]))
     assert cli.main(steps) == 2
     assert "'page_size' is missing" in capsys.readouterr().err
+
+
+def test_the_documentation_is_true():
+    """Its commands parse, its Python runs, its trace fields and cards exist."""
+    text = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
+    commands = re.findall(r"^    stoker (simulate (?:.*\\\n)*.*)", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command.replace("\\\n", " ")))
+    [block] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed: list[float] = []
+    exec(block, {"print": printed.append})
+    assert 0 < printed[0] <= 20
