@@ -168,9 +168,14 @@ class KVCopies:
             return list(self._caches)
         return self._stream.layers(self._caches)
 
+    def wait_for_loads(self) -> None:
+        """Instead of `layers`: what is queued on the main stream from now on finds all loads."""
+        if self._stream is not None:
+            self._stream.wait_for_loads()
+
     @property
     def is_loading(self) -> bool:
-        """Whether the next step must take its caches from `layers`, one by one."""
+        """Whether the next step must take its caches from `layers`, or wait for the loads."""
         return self._stream is not None and self._stream.is_loading
 
     def close(self) -> None:
@@ -249,6 +254,13 @@ class _CopyStream:
             yield cache
         self._loaded.clear()  # not before: a step that fails in the middle is launched again
 
+    def wait_for_loads(self) -> None:
+        """Have the main stream wait for all layers of all loads."""
+        main = torch.accelerator.current_stream(self._device)
+        for events in self._loaded:
+            main.wait_event(events[-1])
+        self._loaded.clear()
+
     def submit(self, order: Save | Load) -> None:
         """Queue a copy; its end is told by `post`."""
         if isinstance(order, Save):
@@ -261,8 +273,8 @@ class _CopyStream:
 
     def _save(self, order: Save) -> Any:
         main = torch.accelerator.current_stream(self._device)
-        for events in self._loaded:  # what a step has not waited for yet may be saved again
-            main.wait_event(events[-1])
+        if self._loaded:  # a page that no step has read yet may be saved again
+            self.wait_for_loads()
         room = self._staging[0].shape[0]
         pages = self._to_device(order.pages)
         rows = self._to_device(np.arange(room, dtype=np.int32))

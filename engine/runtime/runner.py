@@ -196,7 +196,10 @@ class ModelRunner:
         shape = graphs.shape_for(plan) if graphs is not None else None
         caches: Iterable[LayerCache] = self.caches
         if self.copies is not None and self.copies.is_loading:
-            shape, caches = None, self.copies.layers()  # a graph would wait for all layers at once
+            if shape is not None and plan.num_decode_rows:  # streams run: the loads are small
+                self.copies.wait_for_loads()
+            else:  # a graph would have to wait for all layers, too
+                shape, caches = None, self.copies.layers()
         sampled, scored = None, {}
         if graphs is not None and shape is not None:
             rows = self.inputs.restage(plan, sampler.table, shape)

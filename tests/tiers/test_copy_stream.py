@@ -176,6 +176,15 @@ def test_a_load_comes_behind_the_pages_last_use(stream):
     assert same(content(stream.pools, 5), want)
 
 
+def test_a_graph_waits_for_all_layers(stream):
+    want = content(stream.pools, 3)
+    stream.copies.submit(Save(1, np.array([3], np.int32), np.array([4], np.int32)))
+    stream.copies.submit(Load(2, np.array([4], np.int32), np.array([5], np.int32)))
+    stream.copies.wait_for_loads()
+    stream.main.drive()
+    assert same(content(stream.pools, 5), want) and not stream.copies.is_loading
+
+
 def test_a_step_that_fails_in_the_middle_is_launched_again(stream):
     stream.copies.submit(Load(1, np.array([0], np.int32), np.array([5], np.int32)))
     next(stream.copies.layers(stream.pools))
