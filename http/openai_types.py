@@ -113,6 +113,7 @@ class SamplingFields(StructureFields):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    user: str | None = Field(None, max_length=512)
     request_id: str | None = Field(None, min_length=1, max_length=128)
     rid: str | None = Field(None, min_length=1, max_length=128)
 
@@ -310,8 +311,15 @@ class ChatRequest(SamplingFields, ChatFields):
 
     @property
     def wants_one_call(self) -> bool:
-        """Whether the answer ends with its first call."""
-        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+        """Whether the answer ends with its first call.
+
+        Where calls are forced, others follow only if the client asks for them: left free to, weak
+        models repeat themselves up to the limit.
+        """
+        if isinstance(self.tool_choice, NamedTool):
+            return True
+        default = self.tool_choice != "required"
+        return not (default if self.parallel_tool_calls is None else self.parallel_tool_calls)
 
     @property
     def continued_text(self) -> str | None:

@@ -192,7 +192,7 @@ def expand(form):
 async def test_required_and_named_calls_are_forced():
     named = {"type": "function", "function": {"name": "now"}}
     async with Forcing(OSLO + "\n" + TIME) as s:
-        choice, _ = await both(s, tools=TOOLS, tool_choice="required")
+        choice, _ = await both(s, tools=TOOLS, tool_choice="required", parallel_tool_calls=True)
         assert choice["finish_reason"] == "tool_calls"
         assert len(choice["message"]["tool_calls"]) == 2
         form = json.loads(s.specs[-1].source)["format"]
@@ -202,7 +202,8 @@ async def test_required_and_named_calls_are_forced():
             TIME,
             *(f"{a}\n{b}" for a in (weather, TIME) for b in (weather, TIME)),
         }
-        await both(s, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        choice, _ = await both(s, tools=TOOLS, tool_choice="required")
+        assert len(choice["message"]["tool_calls"]) == 1
         assert set(expand(json.loads(s.specs[-1].source)["format"])) == {weather, TIME}
     async with Forcing(TIME) as s:
         choice, _ = await both(s, tools=TOOLS, tool_choice=named)
