@@ -61,6 +61,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             [prompt],
             params,
             priority=body.priority or 0,
+            user=body.user,
             namespace=body.namespace,
             answer=answer,
             grammar=grammar,
@@ -102,6 +103,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             prompts,
             params,
             priority=body.priority or 0,
+            user=body.user,
             namespace=body.namespace,
             grammar=await server.compile_grammar(params),
         )

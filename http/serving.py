@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES = 1024  # of one HTTP request, over all its prompts
 HEARTBEAT_LIMIT_S = 30.0
+CLIENT_DIGITS = 12  # of an API key's digest: a client's name in --client-weights
 
 
 @dataclass(slots=True)
@@ -299,11 +300,15 @@ class Server:
         params: SamplingParams,
         *,
         priority: int = 0,
+        user: str | None = None,
         namespace: tuple[str, ...] = (),
         answer: "AnswerFormat | None" = None,
         grammar: Any = None,
     ) -> list["Stream"]:
         """Start all prompts of a request, or none.
+
+        Args:
+            user: whom --fair-clients counts it for, where there are no API keys.
 
         Raises:
             RequestError: a prompt is too long or empty, a parameter is out of its limits.
@@ -317,12 +322,15 @@ class Server:
             )
         if self.config.isolate_cache_per_key and work.caller.key_digest:
             namespace = ("key", work.caller.key_digest, *namespace)
+        digest = work.caller.key_digest
+        client = (user or "") if digest is None else digest[:CLIENT_DIGITS]
         work.params = params
         for prompt in prompts:
             stream = self.engine.submit(
                 prompt,
                 params,
                 priority=priority,
+                client=client,
                 namespace=namespace,
                 answer=answer,
                 grammar=grammar,

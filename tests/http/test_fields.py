@@ -11,6 +11,7 @@ from fake_engine import ANSWER
 from served import CHAT, TEXT, Served, chat, text, user
 
 from stoker.http.openai_types import REFUSED, ChatRequest, CompletionRequest
+from stoker.http.structured import StructureFields
 
 
 class Row(NamedTuple):
@@ -110,6 +111,7 @@ SHARED = [
     ),
     Row("cache_salt", "s" * 128, lambda r, a: "s" * 128 in a.namespace, ("", "s" * 129, 5)),
     Row("priority", -5, lambda r, a: a.priority == -5, (2**31, 1.5)),
+    Row("user", "u", lambda r, a: a.client == "u", (7, "x" * 513)),
     Row("request_id", "r" * 128, lambda r, a: True, ("", "r" * 129, 5)),  # see test_abort_by_id
     Row("rid", "r" * 128, lambda r, a: True, ("", "r" * 129, 5)),
 ]
@@ -170,7 +172,10 @@ TEXT_ONLY = [
 ]
 # Their effects are in test_stream_*, and in the tests of structured output and of tools.
 BYTES: list[str] = []
-ELSEWHERE = {"stream_options", "response_format", "tools", "tool_choice", "parallel_tool_calls"}
+ELSEWHERE = {
+    *("stream_options", "tools", "tool_choice", "parallel_tool_calls"),
+    *StructureFields.model_fields,
+}
 
 
 def chr_of(token):
@@ -244,7 +249,7 @@ async def test_the_developer_speaks_as_the_system_where_the_template_knows_none(
         assert lengths["system"] == lengths["developer"]
 
 
-@pytest.mark.parametrize("name", ["user", "metadata", "store", "service_tier", "prompt_cache_key"])
+@pytest.mark.parametrize("name", ["metadata", "store", "service_tier", "prompt_cache_key"])
 async def test_fields_that_change_nothing(name):
     async with Served() as s:
         plain = await s.ok(CHAT, chat())
