@@ -17,7 +17,7 @@ PAIRS = [
     ("A kilometre is a thousand", [" metres", " grams of sugar and salt"]),
     ("Die Hauptstadt von Österreich ist", [" Wien", " 東京 😀"]),
     ("def add(a, b):\n    return", [" a + b", " a * b\n"]),
-    ("Rivers run to the sea, and yet the sea is not full. " * 6, ["Rivers", "Mountains rise"]),
+    ("Rivers run to the sea. " * 6 + "And yet it is not full.", [" Rivers", " Mountains rise"]),
 ]
 
 
@@ -36,7 +36,8 @@ def main():
     for context, continuations in PAIRS:
         for continuation in continuations:
             context_ids = tokenizer.encode(context, add_special_tokens=False)
-            ids = context_ids + tokenizer.encode(continuation, add_special_tokens=False)
+            ids = tokenizer.encode(context + continuation, add_special_tokens=False)
+            assert ids[: len(context_ids)] == context_ids
             with torch.no_grad():
                 logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
             rows = range(len(context_ids) - 1, len(ids) - 1)
