@@ -28,7 +28,7 @@ _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _IDENTIFIER = re.compile(r"[\w.-]*")
 _NO_BRACKET = re.compile(r"[^\"'()\[\]{},]*")
-_PYTHON_STRING = {q: re.compile(rf"{q}[^{q}\\]*(?:\\.[^{q}\\]*)*{q}", re.DOTALL) for q in "\"'"}
+_IN_STRING = {q: re.compile(rf"(?:[^{q}\\]|\\.)*", re.DOTALL) for q in "\"'"}
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _MAX_NESTING = 64
 
@@ -393,12 +393,15 @@ class PythonCalls:
                 if r.is_closed:
                     raise Truncated
                 yield
-            elif char in _PYTHON_STRING:
-                if string := _PYTHON_STRING[char].match(r.text, r.at):
-                    r.at = string.end()
-                elif r.is_closed:
-                    raise Truncated
-                else:
+            elif char in _IN_STRING:
+                r.at += 1
+                while True:
+                    r.at = _IN_STRING[char].match(r.text, r.at).end()  # type: ignore[union-attr]
+                    if r.text.startswith(char, r.at):
+                        r.at += 1
+                        break
+                    if r.is_closed:
+                        raise Truncated
                     yield
             elif char in _CLOSERS:
                 closers.append(_CLOSERS[char])
