@@ -40,7 +40,7 @@ __all__ = ["REQUEST_S", "ROUTERS", "EngineSpec", "Record", "Result", "SimulatedE
 REQUEST_S = 3.8e-3
 REQUEST_LOOP_S = 0.5e-3
 POLL_S = 1e-3  # a scheduler with nothing to launch is asked again after this
-MAX_POLLS = 10_000_000
+MAX_POLLS = 100_000  # in a row
 OUTPUT = OWN * 2  # block ids of answers
 PERCENTILES = (50, 90, 99)
 PARAMS = SamplingParams(temperature=0.0)
@@ -164,6 +164,7 @@ class SimulatedEngine:
             self._launched.append((plan, seconds, self._device_free_s))
             self.device_s += seconds
             self._admit(plan)
+            self._num_polls = 0
         facts = scheduler.drain_facts()
         if self._launched and (plan is None or not self._overlap or len(self._launched) > 1):
             done, seconds, end_s = self._launched.popleft()

@@ -285,3 +285,32 @@ def test_loads_are_those_of_the_moment(run):
     load = [request(output_len=2), request(output_len=9), request(3.0)]
     result = run(load, num_engines=2, router=LeastLoaded(2))
     assert [record.engine for record in result.records] == [0, 1, 0]
+
+
+# ---- the scheduler's own settings ----------------------------------------------------------------
+
+
+def test_a_queue_timeout_refuses_who_waited_too_long(run):
+    """One at a time, 4 s each: the third would begin at 8 s."""
+    load = [request() for _ in range(3)]
+    result = run(load, max_running_requests=1, queue_timeout=5.0)
+    assert [record.error is None for record in result.records] == [True, True, False]
+    assert result.summary(slo_ttft_ms=9000)["slo_attainment"] == 2 / 3
+
+
+def test_the_queue_policy_decides_who_is_next(run):
+    load = [request(), *(request(0.1, prompt_len=n, output_len=1) for n in (30, 20, 10))]
+    order = {}
+    for policy in ("fcfs", "shortest-prefill-first"):
+        records = run(load, max_running_requests=1, schedule_policy=policy).records
+        order[policy] = sorted(range(1, 4), key=lambda i: records[i].tokens_s[0])
+    assert order == {"fcfs": [1, 2, 3], "shortest-prefill-first": [3, 2, 1]}
+
+
+def test_a_scheduler_that_never_goes_on_is_an_error(run, monkeypatch):
+    from stoker.engine import simulate as module
+
+    monkeypatch.setattr(module, "MAX_POLLS", 10)
+    monkeypatch.setattr(module.Scheduler, "plan", lambda self, now: None)
+    with pytest.raises(RuntimeError, match=r"the scheduler is stuck: .*num_waiting=1"):
+        run([request()])
