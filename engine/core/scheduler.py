@@ -47,19 +47,16 @@ from ..api.messages import (
 )
 from .arriving import Arriving
 from .budget import MIN_CHUNK, StepBudget, StepCost
-from .cache_events import CacheEvents
 from .check import check_ledger
 from .copy_orders import Copied
 from .eviction import POLICIES as EVICTION_POLICIES
 from .eviction import EvictionPolicy
 from .fairness import FairShares
 from .launch import LaunchedStep, NewPages, launch
+from .ledger import PageLedger
 from .logprobs import logprobs_of_row, prompt_logprobs_of_row, take_prompt_logprobs
-from .page_keys import extend, root_key
-from .pages import PagePool
 from .plan import StepPlan, StepResult
 from .policy import MAX_SORTED, POLICIES, Policy, QueueView
-from .radix import Node, RadixTree
 from .request import Request
 from .reserve import Reserve
 from .shared_prefix import SharedPrefixes
@@ -130,16 +127,21 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.max_model_len = max_model_len
         self.use_radix = use_radix
-        self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size, eviction)
-        self.tiers = tiers
-        self._events = CacheEvents() if tells_cache else None
-        self._load_room = 0  # pages that may still be loaded in this step
         self.max_step_s = max_step_s
         self.backlog_stretch = backlog_stretch
         self.prefill_decode_interval = prefill_decode_interval
         self.cost = cost or StepCost()
         self.slots = Slots(max_running, -(-max_model_len // page_size), page_size)
+        self.ledger = PageLedger(
+            num_pages,
+            page_size,
+            self.slots,
+            use_radix=use_radix,
+            eviction=eviction,
+            tells_cache=tells_cache,
+            tiers=tiers,
+        )
+        self.pool, self.tree, self.tiers = self.ledger.pool, self.ledger.tree, tiers
         self.waiting = WaitingQueue(policy, queue_timeout_s, shares)
         self._preemption_gap = preemption_gap
         self._shares = shares
@@ -147,7 +149,6 @@ class Scheduler:
         self._reserve = Reserve(conservativeness)
         self._shared = SharedPrefixes()
         self._arriving = Arriving(page_size)
-        self._now = 0.0
 
         self._requests: dict[int, list[Request]] = {}  # unfinished choices by request id
         self._siblings: dict[int, list[Request]] = {}  # choices that wait for choice 0's prompt
@@ -196,19 +197,15 @@ class Scheduler:
             case Copied() if self.tiers is not None:
                 self.tiers.handle(message)
             case Flush(reply_id):
-                pages = self.tree.flush()
-                if self.tiers is not None:
-                    self.tiers.flush(pages)
-                if self._events is not None and len(pages):
-                    self._facts.append(self._events.removed(pages))
-                self.pool.release(pages)
-                num_kept = self.tree.num_protected * self.page_size
-                self._facts.append(Flushed(reply_id, num_kept))
+                self._facts.append(Flushed(reply_id, self.ledger.flush()))
             case _:
                 raise TypeError(f"not for the scheduler: {message!r}")
 
     def drain_facts(self) -> list[Fact]:
         """What there is to tell now, without a step."""
+        if self.ledger.events:
+            self._facts += self.ledger.events
+            self.ledger.events = []
         facts, self._facts = self._facts, []
         return facts
 
@@ -234,7 +231,7 @@ class Scheduler:
             if self._shares is not None:
                 self._shares.arrive(add.client)
         if self.tiers is not None and first.prompt_logprobs is None:
-            keys = self._page_keys(first)[: (prompt_len - 1) // self.page_size]
+            keys = self.ledger.page_keys(first)[: (prompt_len - 1) // self.page_size]
             first.prefetch = self.tiers.prefetch(keys, add.arrival_s)
         self.waiting.add([first])
         if rest and self.use_radix:
@@ -252,7 +249,7 @@ class Scheduler:
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("two steps are in flight: commit the older one first")
-        self._now = now
+        self.ledger.now = now
         for request_id in self.waiting.expired(now):
             self._expire(request_id)
         if self.tiers is not None:
@@ -271,7 +268,8 @@ class Scheduler:
             decode, new_pages = self._plan_decode()
             budget = self._budget(decode)
             if self.tiers is not None:
-                self._load_room = self.tiers.max_load_pages if len(decode) else sys.maxsize
+                room = self.tiers.max_load_pages if len(decode) else sys.maxsize
+                self.ledger.load_room = room
             chunks = self._plan_chunks(budget)
             if len(decode) or chunks or self._in_flight or not len(self.slots.order):
                 break
@@ -286,7 +284,7 @@ class Scheduler:
         self._num_steps += 1
         if chunks:
             self._last_chunk_step = self._num_steps
-        groups = self._shared.groups(self.slots, decode)
+        groups = self._shared.groups(self.slots, decode, self.ledger.num_moves)
         plan, launched = launch(
             self._num_steps, self.slots, decode, chunks, admitted, new_pages, groups
         )
@@ -307,11 +305,11 @@ class Scheduler:
                 is_due &= ~slots.is_constrained[order] | (slots.pending[order] == 0)
             decode = order[is_due][: self._step_tokens]
             short = decode[slots.computed[decode] >= slots.capacity[decode]]
-            if len(short) <= self._num_available:
+            if len(short) <= self.ledger.num_available:
                 break
             self._make_way()
         indices = slots.capacity[short] // self.page_size
-        pages = self._take(len(short))
+        pages = self.ledger.take(len(short))
         slots.table[short, indices] = pages
         slots.capacity[short] += self.page_size
         return decode, (short.astype(np.int32), indices, pages)
@@ -356,8 +354,7 @@ class Scheduler:
             return num_missing
         num_less = 0
         for request in self.waiting:
-            num_cached = self.tree.find(request.prompt, request.add.namespace)[1]
-            num_left = len(request.tokens) - num_cached
+            num_left = len(request.tokens) - self.ledger.num_cached(request)
             num_less += num_left if num_left < num_missing else 0
         room = budget.chunk(num_missing, int(self.slots.computed[slot]))
         return min(num_missing, max(room - num_less, MIN_CHUNK))
@@ -365,33 +362,10 @@ class Scheduler:
     def _take_chunk(self, slot: int, num_missing: int, budget: StepBudget) -> int:
         """How many of a slot's missing tokens this step computes; finds the pages for them."""
         context = int(self.slots.computed[slot])
-        q_len = self._grow(slot, budget.chunk(num_missing, context))
+        q_len = self.ledger.grow(slot, budget.chunk(num_missing, context))
         if q_len:
             budget.spend(q_len, context)
         return q_len
-
-    @property
-    def _num_available(self) -> int:
-        return self.pool.num_free + self.tree.num_evictable
-
-    def _take(self, n: int) -> np.ndarray:
-        if n > self.pool.num_free:
-            pages = self.tree.evict(n - self.pool.num_free)
-            if self.tiers is not None:
-                self.tiers.evict(pages)
-            if self._events is not None and len(pages):
-                self._facts.append(self._events.removed(pages))
-            self.pool.release(pages)
-        return self.pool.take(n)
-
-    def _grow(self, slot: int, q_len: int) -> int:
-        """Find pages for the next q_len tokens; returns how many of them have room."""
-        slots = self.slots
-        computed = int(slots.computed[slot])
-        wanted = -(-(computed + q_len) // self.page_size) - slots.num_pages(slot)
-        if (n := min(wanted, self._num_available)) > 0:
-            slots.extend(slot, self._take(n))
-        return min(q_len, int(slots.capacity[slot]) - computed)
 
     def _make_way(self) -> None:
         """Retract the running request that loses least; one that is alone fails."""
@@ -440,8 +414,7 @@ class Scheduler:
         victims = [r for r in slots.owners() if r.add.priority <= highest]
         if not victims:
             return
-        node, _, num_matched = self._match(head)
-        self.tree.lock(node)
+        node, _, num_matched = self.ledger.match(head)
         shortage = self._shortage(head, num_matched)
         self.tree.unlock(node)
         victims.sort(key=lambda r: (r.add.priority, -int(slots.serial[r.slot])))
@@ -452,10 +425,7 @@ class Scheduler:
             chosen.append(victim)
             slot = victim.slot
             num_left = slots.limit[slot : slot + 1] - slots.length[slot]
-            num_own = max(int(slots.length[slot]), int(slots.capacity[slot])) - victim.num_shared
-            assert victim.node is not None
-            num_freed = self.tree.num_held_alone(victim.node) * self.page_size
-            shortage -= num_own + num_freed + self._reserve.tokens(num_left)
+            shortage -= self.ledger.num_freed(victim) + self._reserve.tokens(num_left)
         if shortage <= 0:
             for victim in chosen:
                 self._retract(victim)
@@ -474,9 +444,16 @@ class Scheduler:
             self._num_steps + (self._seed << 32),
             [request for request in running if not request.is_published],
         )
+        num_held = 0
         for request in self.waiting.in_order(view):
-            if self.tiers is None or not self.tiers.is_pending(request.prefetch):
-                yield request
+            if self.tiers is not None and self.tiers.is_pending(request.prefetch):
+                continue
+            if self._arriving and self._awaits_prefix(request):
+                num_held += 1
+                if num_held == MAX_SORTED:
+                    break
+                continue
+            yield request
 
     def _charge(self, request: Request, shares: FairShares) -> None:
         """Charge a running request's client for what was computed since the last time."""
@@ -492,13 +469,7 @@ class Scheduler:
         slots = self.slots
         if not self.waiting or budget.is_spent or not slots.free:
             return []
-        num_held = 0
         for request in self._candidates():
-            if self._arriving and self._awaits_prefix(request):
-                num_held += 1
-                if num_held == MAX_SORTED:
-                    break
-                continue
             if budget.is_spent or not slots.free or not self._try_admit(request):
                 break
             admitted.append(request)
@@ -515,86 +486,36 @@ class Scheduler:
 
     def _awaits_prefix(self, request: Request) -> bool:
         """Whether a running request computes a part of this one's prompt, which is then cached."""
-        if not self._is_matchable(request):
+        if not self.ledger.is_matchable(request):
             return False
-        _, num_cached = self.tree.find(request.prompt[:-1], request.add.namespace)
-        return self._arriving.holds(request, num_cached)
+        return self._arriving.holds(request, self.ledger.num_cached(request))
 
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
-        length = len(request.tokens)
-        node, pages, num_matched = self._match(request)
-        self.tree.lock(node)  # first, for the match itself shrinks what can be evicted
+        node, pages, num_matched = self.ledger.match(request)
         if self._shortage(request, num_matched) > 0:
             self.tree.unlock(node)
             return False
-        self.slots.open(request, pages, num_matched)
-        self._settle(request, node, num_matched)
-        request.is_published = False
-        if self._is_matchable(request):
+        self.ledger.open(request, node, pages, num_matched)
+        if self.ledger.is_matchable(request):
             self._arriving.note(request, num_matched)
         request.num_charged = num_matched
-        if not request.is_resumed:
-            self.tree.count_hit(node)
-        if self.tiers is not None:
-            self.tiers.hit(pages)
-            request.is_loading = self._is_matchable(request)
-        self._mean_new_tokens += 0.1 * (length - num_matched - self._mean_new_tokens)
+        self._mean_new_tokens += 0.1 * (len(request.tokens) - num_matched - self._mean_new_tokens)
         if request.num_cached < 0:
             request.num_cached = num_matched
-            request.queue_s = max(self._now - request.add.arrival_s, 0.0)
+            request.queue_s = max(self.ledger.now - request.add.arrival_s, 0.0)
             self._prompt_tokens += request.prompt_len
             self._cached_tokens += num_matched
         return True
 
-    def _is_matchable(self, request: Request) -> bool:
-        return self.use_radix and request.prompt_logprobs is None  # which need all positions
-
-    def _match(self, request: Request) -> tuple[Node, np.ndarray, int]:
-        """RadixTree.match of what a request need not compute."""
-        # One token must be left to compute, for its logits.
-        end = len(request.tokens) - 1 if self._is_matchable(request) else 0
-        tokens = request.known_tokens(0, end)
-        return self.tree.match(tokens, request.add.namespace, self._now)
-
     def _load(self, request: Request) -> int:
-        """Copy what the host holds of a request that has computed nothing yet; in tokens.
-
-        The pages are the tree's at once, for the copies come before every kernel that reads them.
-        While streams run a long prefix comes in pieces, a step each: `is_loading` tells.
-        """
-        assert self.tiers is not None
-        slots, size = self.slots, self.page_size
-        slot, start = request.slot, request.num_shared
-        keys = self._page_keys(request)[start // size : (len(request.tokens) - 1) // size]
-        num_wanted = self.tiers.num_loadable(keys)
-        n = min(num_wanted, self._load_room, self._num_available)
-        request.is_loading = n == self._load_room < num_wanted
-        pages = self._take(n)
-        n = self.tiers.num_loadable(keys[:n])  # evicted pages may have pushed some out of the host
-        self.pool.release(pages[n:])
-        if n == 0:
-            return 0
-        self._load_room -= n
-        slots.extend(slot, pages[:n])
-        self.tiers.load(keys[:n], pages[:n], is_counted=not request.is_resumed)
-        self._share(request, start + n * size)
-        slots.computed[slot] = slots.committed[slot] = start + n * size
-        request.num_charged = start + n * size
+        """PageLedger.load, counted."""
+        num_tokens = self.ledger.load(request)
+        request.num_charged += num_tokens
         if not request.is_resumed:
-            request.num_cached += n * size
-            self._cached_tokens += n * size
-        return n * size
-
-    def _page_keys(self, request: Request) -> list[bytes]:
-        """The content keys of all whole pages of a request's tokens."""
-        root = b"" if request.page_keys else self._root_key(request)
-        extend(request.page_keys, root, request.tokens, self.page_size)
-        return request.page_keys
-
-    def _root_key(self, request: Request) -> bytes:
-        namespace = request.add.namespace
-        return root_key(namespace) if self.tiers is None else self.tiers.root(namespace)
+            request.num_cached += num_tokens
+            self._cached_tokens += num_tokens
+        return num_tokens
 
     def _shortage(self, request: Request, num_matched: int) -> float:
         """Tokens that the pool lacks to bear this request beside the running ones, most likely."""
@@ -604,7 +525,7 @@ class Scheduler:
         length = len(request.tokens)
         promised = self._reserve.tokens(slots.limit[order] - slots.length[order])
         owed = int(np.maximum(slots.length[order] - slots.capacity[order], 0).sum())
-        free = self._num_available * self.page_size - owed - promised
+        free = self.ledger.num_available * self.page_size - owed - promised
         output = self._reserve.tokens(np.array([request.limit - length]))
         return length - num_matched + output + self.page_size - free
 
@@ -652,7 +573,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         if result.step != step.step:
             raise RuntimeError(f"the result of step {result.step} came for step {step.step}")
-        self._now = now
+        self.ledger.now = now
         if self._steps_until_larger:
             self._grow_steps()
         is_telling = step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0
@@ -755,51 +676,9 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Put a computed prompt into the tree, go over to the tree's pages, let siblings in."""
-        request.is_published = True
+        self.ledger.publish(request)
         self._arriving.forget(request)
-        end = request.prompt_len // self.page_size * self.page_size
-        if self.use_radix and end > request.num_shared:
-            self._share(request, end)
         self.waiting.add(self._siblings.pop(request.request_id, []), front=True)
-
-    def _share(self, request: Request, end: int) -> None:
-        """Put a running request's first `end` tokens into the tree, go over to the tree's pages."""
-        pages = self.slots.pages(request.slot)
-        node, canonical, num_present = self._insert(request, end, pages)
-        first, last = request.num_shared // self.page_size, num_present // self.page_size
-        if last > first:
-            self.pool.release(pages[first:last])
-            pages[first:last] = canonical[first:last]
-            self.slots.touch(request.slot, first)
-        self.tree.lock(node)
-        self._unlock(request)
-        self._settle(request, node, end)
-
-    def _insert(
-        self, request: Request, end: int, pages: np.ndarray
-    ) -> tuple[Node, np.ndarray, int]:
-        """RadixTree.insert of a request's first `end` tokens."""
-        node, canonical, num_present = self.tree.insert(
-            request.known_tokens(0, end),
-            pages,
-            request.add.namespace,
-            self._now,
-            priority=request.add.priority,
-            pin=request.add.pin,
-        )
-        first = num_present // self.page_size
-        if first < len(canonical) and (self.tiers is not None or self._events is not None):
-            all_keys = self._page_keys(request)
-            keys, new_pages = all_keys[first : len(canonical)], canonical[first:]
-            if self.tiers is not None:
-                self.tiers.insert(keys, new_pages)
-            if self._events is not None:
-                parent = all_keys[first - 1] if first else self._root_key(request)
-                tokens = request.tokens[num_present : len(canonical) * self.page_size]
-                namespace = request.add.namespace
-                event = self._events.stored(keys, new_pages, parent, tokens, namespace)
-                self._facts.append(event)
-        return node, canonical, num_present
 
     # ---- ends --------------------------------------------------------------------------------
 
@@ -837,30 +716,8 @@ class Scheduler:
         """Take slot and pages from a running request; its committed prefix stays cached."""
         if self._shares is not None:
             self._charge(request, self._shares)
-        size = self.page_size
-        shared = request.num_shared
-        pages = self.slots.pages(request.slot)
-        end = int(self.slots.committed[request.slot]) // size * size
-        if keep_prefix and self.use_radix and end > shared:
-            _, _, num_present = self._insert(request, end, pages)
-            self.pool.release(pages[shared // size : num_present // size])
-            self.pool.release(pages[end // size :])
-        else:
-            self.pool.release(pages[shared // size :])
-        self._unlock(request)
-        self._settle(request, None, 0)
-        request.is_published = request.is_loading = False
+        self.ledger.close(request, keep_prefix=keep_prefix)
         self._arriving.forget(request)
-        self.slots.close(request)
-
-    def _settle(self, request: Request, node: Node | None, num_shared: int) -> None:
-        request.node = node
-        request.num_shared = num_shared
-        self._shared.invalidate()
-
-    def _unlock(self, request: Request) -> None:
-        assert request.node is not None
-        self.tree.unlock(request.node)
 
     # ---- figures and checks ------------------------------------------------------------------
 

@@ -21,20 +21,19 @@ class SharedPrefixes:
 
     def __init__(self) -> None:
         self._groups: Groups = []
-        self._decode: np.ndarray | None = None
+        self._made_of: tuple[int, np.ndarray] | None = None
 
-    def invalidate(self) -> None:
-        """Some request shares other pages of the tree than before."""
-        self._decode = None
-
-    def groups(self, slots: Slots, decode: np.ndarray) -> Groups:
+    def groups(self, slots: Slots, decode: np.ndarray, num_moves: int) -> Groups:
         """(rows, shared length in tokens) of the decode rows that share MIN_SHARED or more.
 
         Args:
             decode: the slot of each row.
+            num_moves: changes whenever a request shares other pages of the tree than before.
         """
-        if self._decode is not None and np.array_equal(self._decode, decode):
-            return self._groups
+        if self._made_of is not None:
+            moves_before, decode_before = self._made_of
+            if moves_before == num_moves and np.array_equal(decode_before, decode):
+                return self._groups
         # A page in two tables means that all before it is shared too, so one column groups the
         # rows, and a bisection over columns finds how far a group goes.
         size = slots.page_size
@@ -47,7 +46,7 @@ class SharedPrefixes:
             members = rows[group_of == group]
             num_pages = _num_common_pages(slots, decode[members], column + 1)
             self._groups.append((members.astype(np.int32), num_pages * size))
-        self._decode = decode
+        self._made_of = num_moves, decode
         return self._groups
 
 

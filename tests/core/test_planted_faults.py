@@ -2,6 +2,7 @@
 
 import pytest
 
+from stoker.engine.core.ledger import PageLedger
 from stoker.engine.core.pages import PagePool
 from stoker.engine.core.radix import RadixTree
 from stoker.engine.core.scheduler import Scheduler
@@ -16,13 +17,13 @@ def evict_without_detaching(monkeypatch):
 
 def publish_and_keep(monkeypatch):
     """The tree gets the prompt's pages, and the request still believes that they are its own."""
-    original = Scheduler._settle
+    original = PageLedger._settle
 
     def settle(self, request, node, num_shared):
         is_publish = request.node is not None and node is not None
         original(self, request, node, request.num_shared if is_publish else num_shared)
 
-    monkeypatch.setattr(Scheduler, "_settle", settle)
+    monkeypatch.setattr(PageLedger, "_settle", settle)
 
 
 def leak_the_lock_of_a_failed_admission(monkeypatch):
@@ -31,9 +32,7 @@ def leak_the_lock_of_a_failed_admission(monkeypatch):
     def try_admit(self, request):
         is_admitted = original(self, request)
         if not is_admitted:
-            tokens = request.known_tokens(0, len(request.tokens) - 1)
-            node, _, _ = self.tree.match(tokens, request.add.namespace, self._now)
-            self.tree.lock(node)
+            self.ledger.match(request)
         return is_admitted
 
     monkeypatch.setattr(Scheduler, "_try_admit", try_admit)
@@ -51,28 +50,28 @@ def unlock_only_the_last_node(monkeypatch):
 
 
 def free_duplicates_twice(monkeypatch):
-    original = Scheduler._publish
+    original = PageLedger.publish
 
     def publish(self, request):
-        slot, first = request.slot, request.num_shared // self.page_size
-        before = self.slots.table[slot].copy()
+        slot, first = request.slot, request.num_shared // self._page_size
+        before = self._slots.table[slot].copy()
         original(self, request)
-        last = request.num_shared // self.page_size
-        adopted = before[first:last] != self.slots.table[slot, first:last]
+        last = request.num_shared // self._page_size
+        adopted = before[first:last] != self._slots.table[slot, first:last]
         self.pool.release(before[first:last][adopted])
 
-    monkeypatch.setattr(Scheduler, "_publish", publish)
+    monkeypatch.setattr(PageLedger, "publish", publish)
 
 
 def keep_the_old_table_after_adoption(monkeypatch):
     """The host's table is right; the device goes on with pages that were freed."""
-    original = Scheduler._publish
+    original = PageLedger.publish
 
     def publish(self, request):
         original(self, request)
-        self.slots.dirty.pop(request.slot, None)
+        self._slots.dirty.pop(request.slot, None)
 
-    monkeypatch.setattr(Scheduler, "_publish", publish)
+    monkeypatch.setattr(PageLedger, "publish", publish)
 
 
 def forget_the_tail_of_a_finished_request(monkeypatch):
@@ -82,16 +81,16 @@ def forget_the_tail_of_a_finished_request(monkeypatch):
 
 def cache_what_is_not_committed(monkeypatch):
     """Puts pages into the tree that a launched step has still to write, or that failed."""
-    original = Scheduler._release
+    original = PageLedger.close
 
-    def release(self, request, *, keep_prefix):
+    def close(self, request, *, keep_prefix):
         # As if the next position were computed: its token is known, its KV may never be.
         slot = request.slot
-        known = min(len(request.tokens), int(self.slots.capacity[slot]))
-        self.slots.committed[slot] = max(int(self.slots.committed[slot]), known)
+        known = min(len(request.tokens), int(self._slots.capacity[slot]))
+        self._slots.committed[slot] = max(int(self._slots.committed[slot]), known)
         original(self, request, keep_prefix=keep_prefix)
 
-    monkeypatch.setattr(Scheduler, "_release", release)
+    monkeypatch.setattr(PageLedger, "close", close)
 
 
 @pytest.mark.parametrize(
