@@ -337,7 +337,10 @@ class Tiers:
         return bool(self._to_save or self._to_put or self._num_saving or self._num_putting)
 
     def take_orders(self) -> list[Order]:
-        """What is to be copied now, in order."""
+        """What is to be copied now, in order: saves first, for they must not wait for loads.
+
+        They may come first, since no page is loaded and saved in one turn.
+        """
         room = self._max_saving - self._num_saving
         if self._to_save and room > 0:
             pages = list(self._to_save)[:room]
@@ -357,6 +360,7 @@ class Tiers:
             self._num_putting += len(entries)
             self._order(Put(self._new_id(), keys, slots), tuple(entries))
         orders, self._orders = self._orders, []
+        orders.sort(key=lambda order: not isinstance(order, Save))
         return orders
 
     def handle(self, fact: Copied) -> None:

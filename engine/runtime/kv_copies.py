@@ -308,6 +308,8 @@ class _CopyStream:
         queued = torch.Event(self._device)  # behind it nobody uses the pages' old content
         queued.record(main)
         self._stream.wait_event(queued)
+        if self._kernel is None:
+            self._stream.synchronize()  # the processor reads the records: saves must have ended
         events: list[torch.Event] = []
         keep: list[Any] = [pages, slots]
         with self._stream:

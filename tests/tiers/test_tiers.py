@@ -142,6 +142,16 @@ def test_a_save_is_loadable_at_once_and_put_when_it_has_ended():
     assert isinstance(put, Put) and put.keys == (KEYS[0],) and put.slots == tuple(save.slots)
 
 
+def test_saves_come_before_the_loads_of_their_turn():
+    hand = Hand(num_slots=8)
+    hand.insert(1, 2)
+    hand.orders()
+    hand.evict(1, 2)
+    hand.tiers.load(KEYS[:2], np.array([9, 10], np.int32))
+    hand.insert(3)
+    assert [type(order) for order in hand.orders()] == [Save, Load]
+
+
 def test_a_prefetch_looks_behind_device_and_host():
     hand = Hand(stores=("disk",), num_slots=8)
     hand.insert(1)

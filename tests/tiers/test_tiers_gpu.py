@@ -100,7 +100,8 @@ def test_answers_from_host_and_disk(backend, tiered, tmp_path, monkeypatch, step
             assert all(len(tokens) == 400 for tokens, _ in await asyncio.gather(*streams))
             assert await ask(engine, prompt) == expected
         async with await AsyncEngine.start(config) as engine:
-            assert await ask(engine, prompt) == expected
-            assert dict(engine.stats.tiers.cached_tokens)["disk"] == 1984
+            _, cached = await ask(engine, prompt)
+            assert cached == 1984 and dict(engine.stats.tiers.cached_tokens)["disk"] == 1984
+            assert await ask(engine, prompt) == expected  # from the device, as then
 
     asyncio.run(main())
