@@ -179,8 +179,6 @@ class SimulatedEngine:
 
     def _idle(self) -> None:
         """Nothing to launch and nothing to wait for, although there is work: time must pass."""
-        if not self.scheduler.has_work:
-            return
         self._num_polls += 1
         if self._num_polls > MAX_POLLS:
             raise RuntimeError(f"the scheduler is stuck: {self.scheduler.stats()}")

@@ -249,6 +249,8 @@ def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic():
     assert long - short == pytest.approx(kv_bytes / (1e12 * 0.885))
     shared = StepShape(100, 100, 100, 10_000 + 100, 99 * 10_000, 0, 0.0)
     assert cost.device_s(shared) < long / 3  # read once, computed 100 times
+    few, many = (cost.host_s(StepShape.chunk(n, 0)) for n in (2048, 2049))
+    assert (few, many) == (0.35e-3, pytest.approx(0.35e-3 + 32 * 0.8e-3))  # no graph is so long
     room = cost.kv_tokens(0.9) * shape.kv_per_token * 2 + shape.num_weights * 2
     assert room == pytest.approx(0.9 * 1e12 - 3 * 2**30, rel=1e-5)
 
