@@ -143,6 +143,7 @@ class Stream:
             for i in range(params.n)
         }  # of the choices that still run
         self._num_output = [0] * params.n
+        self._unseen = [params.n, len(prompt)]  # see AsyncEngine
         self._outputs: deque[Output] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -308,8 +309,8 @@ class AsyncEngine:
         self.on_fatal: Callable[[BaseException], None] | None = None
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
-        # Choices and prompt tokens of the requests that were sent, and which `stats` does not know.
-        self._unseen: deque[tuple[int, int]] = deque()
+        # [choices, prompt tokens] of the requests that were sent, and which `stats` does not know.
+        self._unseen: deque[list[int]] = deque()
         self._unseen_choices = 0
         self._num_seen = 0
         self._replies: dict[int, asyncio.Future[int]] = {}
@@ -558,7 +559,7 @@ class AsyncEngine:
         else:
             stream = AnswerStream(self, request_id, tokens, params, answer)
         self._streams[request_id] = stream
-        self._unseen.append((params.n, len(tokens)))
+        self._unseen.append(stream._unseen)
         self._unseen_choices += params.n
         self._idle.clear()
         self._send(add)
@@ -707,15 +708,20 @@ class AsyncEngine:
             self._forget(request_id)
 
     def _forget(self, request_id: int) -> None:
-        self._streams.pop(request_id, None)
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            self._see(stream._unseen)
         if not self._streams:
             self._idle.set()
+
+    def _see(self, unseen: list[int]) -> None:
+        """A request counts in `stats` from now on, or no longer at all."""
+        self._unseen_choices -= unseen[0]
+        unseen[:] = (0, 0)
 
     def _deliver(self, facts: list[Fact], stats: Stats) -> None:
         self.stats = stats
         while self._num_seen < stats.received:
-            choices, _ = self._unseen.popleft()
-            self._unseen_choices -= choices
+            self._see(self._unseen.popleft())
             self._num_seen += 1
         streams = self._streams
         for fact in facts:
