@@ -16,6 +16,8 @@ PAIR_UNIT = 1e6  # pairs are counted in millions, so that the fit is well condit
 MIN_CHUNK = 128  # tokens that a prompt advances in any case, or it would never end
 ROUNDING = 64  # longer chunks are cut to a multiple: matrix products work in tiles
 LONG_ROUNDING = 256  # what long ones are cut to: captured steps have few sizes
+FULL_BACKLOG = 32768  # waiting tokens, uncached as it seems, at which steps are stretched most
+STEPS_UNTIL_LARGER = 64  # after a step that ran out of memory, until twice as much is tried
 
 
 class StepCost:
@@ -104,6 +106,79 @@ def calibration_chunks(limit: int) -> list[tuple[int, int]]:
     """(tokens, context) of the chunks that are timed at the start, each within `limit` tokens."""
     sizes = [(n, 0) for n in (128, 512, 1024, 2048, 4096) if n <= limit]
     return sizes + [(n // 4, n - n // 4) for n, _ in sizes[-2:]]
+
+
+class StepLimits:
+    """How much a step may hold: for the running streams' sake, and for the device's memory's.
+
+    Args:
+        max_tokens: new tokens a step; running streams come first, chunks fill the rest.
+        max_step_s: while streams run, chunks are cut so that a step takes no longer than this.
+        backlog_stretch: how many times max_step_s a step may take when many requests wait: then
+            they lose more by short chunks than the running streams gain.
+        prefill_decode_interval: while streams run, so many steps without chunks after each with.
+        cost: predicts a step's time.
+
+    Attributes:
+        num_tokens: what a step may hold for now: less than max_tokens after one ran out of memory.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        max_step_s: float | None = None,
+        backlog_stretch: float = 1.0,
+        prefill_decode_interval: int = 0,
+        cost: StepCost | None = None,
+    ):
+        self.num_tokens = max_tokens
+        self.cost = cost or StepCost()
+        self.mean_new_tokens = 0.0  # that a request has to compute, a moving mean
+        self._max_tokens = max_tokens
+        self._max_step_s = max_step_s
+        self._backlog_stretch = backlog_stretch
+        self._prefill_decode_interval = prefill_decode_interval
+        self._steps_until_larger = 0
+        self._steps_since_chunks = 2**31
+
+    def budget(self, contexts: np.ndarray, num_waiting: int) -> StepBudget:
+        """What chunks may take of a step, beside decode rows after these contexts [rows]."""
+        num_rows = len(contexts)
+        num_tokens = self.num_tokens - num_rows
+        if not num_rows:
+            return StepBudget(num_tokens, None, 0.0)
+        if self._steps_since_chunks < self._prefill_decode_interval:
+            num_tokens = 0
+        if self._max_step_s is None or not self.cost.is_known:
+            return StepBudget(num_tokens, None, 0.0)
+        taken = self.cost.seconds(num_rows, float(contexts.sum()) + num_rows)
+        backlog = min(num_waiting * self.mean_new_tokens / FULL_BACKLOG, 1.0)
+        limit = self._max_step_s * (1 + (self._backlog_stretch - 1) * backlog)
+        return StepBudget(num_tokens, self.cost, limit - taken)
+
+    def admitted(self, num_new_tokens: int) -> None:
+        """A request was admitted that has so many tokens to compute."""
+        self.mean_new_tokens += 0.1 * (num_new_tokens - self.mean_new_tokens)
+
+    def planned(self, *, has_chunks: bool) -> None:
+        """A step is launched."""
+        self._steps_since_chunks = 0 if has_chunks else self._steps_since_chunks + 1
+
+    def shrink(self, num_tokens: int) -> None:
+        """A step of so many tokens found no memory: the next are half as large."""
+        self.num_tokens = max(1, num_tokens // 2)
+        self._steps_until_larger = STEPS_UNTIL_LARGER
+
+    def committed(self) -> None:
+        """A step ended well: some time after one did not, larger ones are tried."""
+        if not self._steps_until_larger:
+            return
+        self._steps_until_larger -= 1
+        if not self._steps_until_larger:
+            self.num_tokens = min(2 * self.num_tokens, self._max_tokens)
+            if self.num_tokens < self._max_tokens:
+                self._steps_until_larger = STEPS_UNTIL_LARGER
 
 
 def pairs_of(q_len: int, context: int) -> float:

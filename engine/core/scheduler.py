@@ -46,7 +46,7 @@ from ..api.messages import (
     Tokens,
 )
 from .arriving import Arriving
-from .budget import MIN_CHUNK, StepBudget, StepCost
+from .budget import MIN_CHUNK, StepBudget, StepCost, StepLimits
 from .check import check_ledger
 from .copy_orders import Copied
 from .eviction import POLICIES as EVICTION_POLICIES
@@ -64,10 +64,7 @@ from .slots import Slots
 from .tiers import Tiers
 from .waiting import WaitingQueue
 
-FULL_BACKLOG = 32768  # waiting tokens, uncached as it seems, at which steps are stretched most
 COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all others, each
-
-STEPS_UNTIL_LARGER = 64  # after a step that ran out of memory, until twice as much is tried
 
 NO_TIERS = TierStats()
 
@@ -79,7 +76,6 @@ class Scheduler:
         num_pages: pages of the KV pool, the reserved page 0 included.
         page_size: tokens a page.
         max_running: requests that are computed at once (slots 1 to max_running).
-        max_step_tokens: new tokens a step; running streams come first, chunks fill the rest.
         max_model_len: longest prompt plus output, in tokens.
         use_radix: whether prefixes are cached.
         conservativeness: above 1 admits fewer requests, so that fewer are retracted.
@@ -89,11 +85,8 @@ class Scheduler:
             least so much lower; None for never.
         shares: for fairness between clients, which then goes before the policy.
         seed: of the policy that draws.
-        max_step_s: while streams run, chunks are cut so that a step takes no longer than this.
-        backlog_stretch: how many times max_step_s a step may take when many requests wait: then
-            they lose more by short chunks than the running streams gain.
-        prefill_decode_interval: while streams run, so many steps without chunks after each with.
-        cost: predicts a step's time; learns from the steps that it is told of.
+        max_step_tokens, max_step_s, backlog_stretch, prefill_decode_interval, cost: how much a
+            step may hold (budget.StepLimits).
         tells_cache: whether the facts tell what enters and leaves the prefix cache.
         tiers: the cache tiers below the device, if any; needs use_radix.
         queue_timeout_s: a request that has waited so long for its first turn is refused.
@@ -124,13 +117,15 @@ class Scheduler:
     ):
         self.page_size = page_size
         self.max_running = max_running
-        self.max_step_tokens = max_step_tokens
         self.max_model_len = max_model_len
         self.use_radix = use_radix
-        self.max_step_s = max_step_s
-        self.backlog_stretch = backlog_stretch
-        self.prefill_decode_interval = prefill_decode_interval
-        self.cost = cost or StepCost()
+        self.limits = StepLimits(
+            max_step_tokens,
+            max_step_s=max_step_s,
+            backlog_stretch=backlog_stretch,
+            prefill_decode_interval=prefill_decode_interval,
+            cost=cost,
+        )
         self.slots = Slots(max_running, -(-max_model_len // page_size), page_size)
         self.ledger = PageLedger(
             num_pages,
@@ -155,15 +150,9 @@ class Scheduler:
         self._in_flight: deque[LaunchedStep] = deque()
         self._facts: list[Fact] = []
 
-        # What a step may hold for now: less than max_step_tokens after one ran out of memory.
-        self._step_tokens = max_step_tokens
-        self._steps_until_larger = 0
-
-        self._mean_new_tokens = 0.0  # that a request has to compute, a moving mean
         self._num_received = 0
         self._num_undone = 0
         self._num_steps = 0
-        self._last_chunk_step = -(2**31)
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._num_prefilled = 0
@@ -266,7 +255,7 @@ class Scheduler:
                 retractions = self._retractions
         while True:
             decode, new_pages = self._plan_decode()
-            budget = self._budget(decode)
+            budget = self.limits.budget(self.slots.computed[decode], len(self.waiting))
             if self.tiers is not None:
                 room = self.tiers.max_load_pages if len(decode) else sys.maxsize
                 self.ledger.load_room = room
@@ -282,8 +271,7 @@ class Scheduler:
         if not len(decode) and not chunks:
             return None
         self._num_steps += 1
-        if chunks:
-            self._last_chunk_step = self._num_steps
+        self.limits.planned(has_chunks=bool(chunks))
         groups = self._shared.groups(self.slots, decode, self.ledger.num_moves)
         plan, launched = launch(
             self._num_steps, self.slots, decode, chunks, admitted, new_pages, groups
@@ -303,7 +291,7 @@ class Scheduler:
             is_due = slots.num_missing(order) == 1
             if slots.num_constrained:  # a mask needs all tokens before its own
                 is_due &= ~slots.is_constrained[order] | (slots.pending[order] == 0)
-            decode = order[is_due][: self._step_tokens]
+            decode = order[is_due][: self.limits.num_tokens]
             short = decode[slots.computed[decode] >= slots.capacity[decode]]
             if len(short) <= self.ledger.num_available:
                 break
@@ -313,21 +301,6 @@ class Scheduler:
         slots.table[short, indices] = pages
         slots.capacity[short] += self.page_size
         return decode, (short.astype(np.int32), indices, pages)
-
-    def _budget(self, decode: np.ndarray) -> StepBudget:
-        """What chunks may take of this step, beside the running streams' tokens."""
-        num_tokens = self._step_tokens - len(decode)
-        if not len(decode):
-            return StepBudget(num_tokens, None, 0.0)
-        if self._num_steps - self._last_chunk_step < self.prefill_decode_interval:
-            num_tokens = 0
-        if self.max_step_s is None or not self.cost.is_known:
-            return StepBudget(num_tokens, None, 0.0)
-        num_pairs = float(self.slots.computed[decode].sum()) + len(decode)
-        taken = self.cost.seconds(len(decode), num_pairs)
-        backlog = min(len(self.waiting) * self._mean_new_tokens / FULL_BACKLOG, 1.0)
-        limit = self.max_step_s * (1 + (self.backlog_stretch - 1) * backlog)
-        return StepBudget(num_tokens, self.cost, limit - taken)
 
     def _plan_chunks(self, budget: StepBudget) -> list[tuple[int, int]]:
         """(slot, q_len) of running requests with more than a token to compute, oldest first."""
@@ -409,22 +382,22 @@ class Scheduler:
         head = next(self._candidates(), None)
         if head is None:
             return
-        slots = self.slots
-        highest = head.add.priority - gap
-        victims = [r for r in slots.owners() if r.add.priority <= highest]
-        if not victims:
+        owners = self.slots.owners()
+        if min((r.add.priority for r in owners), default=0) > head.add.priority - gap:
             return
         node, _, num_matched = self.ledger.match(head)
         shortage = self._shortage(head, num_matched)
         self.tree.unlock(node)
-        victims.sort(key=lambda r: (r.add.priority, -int(slots.serial[r.slot])))
+        victims = sorted(
+            (r for r in owners if r.add.priority <= head.add.priority - gap),
+            key=lambda r: (r.add.priority, -int(self.slots.serial[r.slot])),
+        )
         chosen: list[Request] = []
         for victim in victims:
-            if shortage <= 0 and (slots.free or chosen):
+            if shortage <= 0 and (self.slots.free or chosen):
                 break
             chosen.append(victim)
-            slot = victim.slot
-            num_left = slots.limit[slot : slot + 1] - slots.length[slot]
+            num_left = self.slots.limit[[victim.slot]] - self.slots.length[[victim.slot]]
             shortage -= self.ledger.num_freed(victim) + self._reserve.tokens(num_left)
         if shortage <= 0:
             for victim in chosen:
@@ -500,7 +473,7 @@ class Scheduler:
         if self.ledger.is_matchable(request):
             self._arriving.note(request, num_matched)
         request.num_charged = num_matched
-        self._mean_new_tokens += 0.1 * (len(request.tokens) - num_matched - self._mean_new_tokens)
+        self.limits.admitted(len(request.tokens) - num_matched)
         if request.num_cached < 0:
             request.num_cached = num_matched
             request.queue_s = max(self.ledger.now - request.add.arrival_s, 0.0)
@@ -542,22 +515,13 @@ class Scheduler:
         step = self._in_flight.pop()
         step.undo(self.slots)
         self._num_undone += 1
-        self._step_tokens = max(1, step.num_tokens // 2)
-        self._steps_until_larger = STEPS_UNTIL_LARGER
+        self.limits.shrink(step.num_tokens)
         if step.num_tokens == 1:
             message = (
                 f"the device has no memory for one token after {step.kv_lens[0] - 1} of this "
                 f"request, with {free_bytes >> 20} MiB free"
             )
             self._refuse(step.requests[0], EngineError(message))
-
-    def _grow_steps(self) -> None:
-        """Let steps be larger again, some time after one ran out of memory."""
-        self._steps_until_larger -= 1
-        if not self._steps_until_larger:
-            self._step_tokens = min(2 * self._step_tokens, self.max_step_tokens)
-            if self._step_tokens < self.max_step_tokens:
-                self._steps_until_larger = STEPS_UNTIL_LARGER
 
     def _expire(self, request_id: int) -> None:
         """Refuse a request that has waited too long for its first turn."""
@@ -574,11 +538,10 @@ class Scheduler:
         if result.step != step.step:
             raise RuntimeError(f"the result of step {result.step} came for step {step.step}")
         self.ledger.now = now
-        if self._steps_until_larger:
-            self._grow_steps()
+        self.limits.committed()
         is_telling = step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0
         if result.seconds and is_telling and not step.has_loads:
-            self.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
+            self.limits.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
         step.commit(self.slots, result)
 
         facts = self._facts

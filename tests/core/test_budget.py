@@ -126,7 +126,7 @@ def test_an_untimed_device_teaches_nothing():
     scheduler = make_scheduler(max_step_s=0.001)
     scheduler.handle(add(1, 100, 50))
     run(scheduler, 30, is_timed=False)
-    assert not scheduler.cost.is_known
+    assert not scheduler.limits.cost.is_known
 
 
 def test_steps_are_stretched_while_many_wait():
@@ -134,7 +134,7 @@ def test_steps_are_stretched_while_many_wait():
         scheduler = make_scheduler(max_step_s=0.04, cost=learnt(), **options)
         scheduler.handle(add(1, 8, 500))
         run(scheduler, 3)
-        scheduler._mean_new_tokens = 4000.0
+        scheduler.limits.mean_new_tokens = 4000.0
         for i in range(num_waiting):
             scheduler.handle(add(2 + i, 4000, 4))
         return run(scheduler, 1)[0][0]

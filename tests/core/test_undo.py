@@ -106,7 +106,7 @@ def test_steps_shrink_to_what_fits_and_grow_again(small, overlap):
     for _ in range(5):
         engine.add(list(range(40)), max_tokens=GREEDY_ROOM * 3)
         engine.run()
-    assert engine.scheduler._step_tokens == engine.max_step_tokens
+    assert engine.scheduler.limits.num_tokens == engine.max_step_tokens
     assert engine.device.failures == 2
     engine.add([50 - i for i in range(40)], max_tokens=1)
     engine.run()
