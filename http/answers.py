@@ -98,7 +98,7 @@ class Formats:
             return None
         if answer.tool_format is not None and answer.tool_format.has_channels:
             begin = tokenizer.encode("<|channel|>", False)
-            return Reasoning(("<|start|>assistant",), tuple(begin[:1]), is_open=False)
+            return Reasoning(("<|channel|>final<|message|>",), tuple(begin[:1]), is_open=False)
         if answer.reasoning is None:
             return None
         begins = (tokenizer.encode(start, False)[:1] for start in answer.reasoning.starts)
@@ -124,6 +124,8 @@ def structured(
     grammar = params.grammar
     if answer is not None and body.forces_call:
         grammar = _call_grammar(body, answer, tokenizer)
+        if answer.tool_format is TOOL_FORMATS[HARMONY]:
+            return replace(params, grammar=grammar)  # the call comes first, without thoughts
     before = formats.before_structure(answer, tokenizer)
     if grammar is not None and before is not None:
         grammar = replace(grammar, reasoning=before)
@@ -131,10 +133,11 @@ def structured(
 
 
 def _call_grammar(body: ChatRequest, answer: AnswerFormat, tokenizer: "Tokenizer") -> GrammarSpec:
-    """What an answer must match so that it is the calls that the request asks for."""
-    form = answer.tool_format
-    assert form is not None and form.forced is not None
-    choice, tools = body.tool_choice, body.tools or []
+    """What an answer must match to be the calls that the request asks for."""
+    form, choice, tools = answer.tool_format, body.tool_choice, body.tools or []
+    assert form is not None
+    assert form.forced is not None
+    begin, middle, end = form.forced
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
 
@@ -143,10 +146,9 @@ def _call_grammar(body: ChatRequest, answer: AnswerFormat, tokenizer: "Tokenizer
 
     calls = []
     for tool in tools:
-        begin, middle, end = form.forced
         name = json.dumps(tool.function.name)[1:-1] if begin.endswith('"') else tool.function.name
         schema = {"type": "object", **(tool.function.parameters or {})}
-        arguments = {"type": "json_schema", "json_schema": schema}
+        arguments = {"type": "json_schema", "json_schema": schema, "style": form.style}
         calls.append(_sequence([*text(begin + name + middle), arguments, *text(end)]))
     call = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
     parts = [*text(form.opening), call]

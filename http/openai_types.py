@@ -179,7 +179,11 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 class Function(Wire):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema.
+
+    Calls that tool_choice forces match the schema, `strict` or not. Where the model chooses to
+    call, its arguments are as it writes them.
+    """
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None

@@ -23,7 +23,8 @@ class ToolFormat:
         syntax: a syntax of calls inside of content, or what reads a whole answer.
         signs: a chat template with all of these is of this family.
         forced: how a call is written where a grammar forces it: before the name, between name
-            and arguments, after them. Arguments are JSON there. None: the hermes form is forced.
+            and arguments, after them. None: the hermes form is forced.
+        style: of the arguments there, by xgrammar's names.
         opening, separator, closing: of forced calls, around and between them.
         markers: text that must stay visible where it is a special token.
     """
@@ -31,6 +32,7 @@ class ToolFormat:
     syntax: Syntax | Callable[[Reader], Steps[None]]
     signs: tuple[str, ...] = ()
     forced: tuple[str, str, str] | None = None
+    style: str = "json"
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -131,6 +133,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek-v3.2": ToolFormat(
         _invoke_xml("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
         signs=("｜DSML｜",),
+        forced=('<｜DSML｜invoke name="', '">\n', "\n</｜DSML｜invoke>\n"),
+        style="deepseek_xml",
+        opening="<｜DSML｜function_calls>\n",
+        closing="</｜DSML｜function_calls>",
     ),
     "deepseek-v3": ToolFormat(
         HeaderCalls(
@@ -176,15 +182,31 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             value_end="</arg_value>",
         ),
         signs=("<arg_key>",),
+        forced=("<tool_call>", "\n", "\n</tool_call>"),
+        style="glm_xml",
+        separator="\n",
     ),
     "minimax-m2": ToolFormat(
-        _invoke_xml("<minimax:tool_call>", "</minimax:tool_call>"), signs=("<minimax:tool_call>",)
+        _invoke_xml("<minimax:tool_call>", "</minimax:tool_call>"),
+        signs=("<minimax:tool_call>",),
+        forced=('<invoke name="', '">\n', "\n</invoke>\n"),
+        style="minimax_xml",
+        opening="<minimax:tool_call>\n",
+        closing="</minimax:tool_call>",
     ),
     "seed-oss": ToolFormat(
-        _qwen_xml("<seed:tool_call>", "</seed:tool_call>"), signs=("<seed:tool_call>",)
+        _qwen_xml("<seed:tool_call>", "</seed:tool_call>"),
+        signs=("<seed:tool_call>",),
+        forced=("<seed:tool_call>\n<function=", ">\n", "\n</function>\n</seed:tool_call>"),
+        style="qwen_xml",
+        separator="\n",
     ),
     "qwen3-coder": ToolFormat(
-        _qwen_xml("<tool_call>", "</tool_call>"), signs=("<function=", "<parameter=")
+        _qwen_xml("<tool_call>", "</tool_call>"),
+        signs=("<function=", "<parameter="),
+        forced=("<tool_call>\n<function=", ">\n", "\n</function>\n</tool_call>"),
+        style="qwen_xml",
+        separator="\n",
     ),
     "functionary-v3.1": ToolFormat(
         HeaderCalls(begin="<function=", name_ends=(">",), end="</function>"),

@@ -174,6 +174,7 @@ TEXT_ONLY = [
 BYTES: list[str] = []
 ELSEWHERE = {
     *("stream_options", "tools", "tool_choice", "parallel_tool_calls"),
+    *("chat_template", "enable_thinking", "separate_reasoning"),
     *StructureFields.model_fields,
 }
 
