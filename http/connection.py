@@ -137,7 +137,7 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio allows it
         """The client sends no more. Whether it still reads is known only by writing to it: an
         interim response means nothing to one that does; one that is gone resets the connection.
         """

@@ -352,7 +352,7 @@ def prompt_logprobs(
             rows.append(None)
             continue
         ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        found = {
+        found: dict[int, tuple[float, int | None]] = {
             other: (value, rank)
             for rank, (other, value) in enumerate(ranked, 1)
             if rank <= (body.prompt_logprobs or 0)

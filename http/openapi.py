@@ -181,7 +181,7 @@ REASONS = {
 def document(routes: tuple[Route, ...]) -> dict[str, Any]:
     """The OpenAPI 3.1 description of these routes."""
     kinds = {Error, *(kind for route in routes for kind in (*_bodies(route), route.answer))}
-    inputs = [
+    inputs: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]] = [
         (kind, "validation", TypeAdapter(kind)) for kind in kinds if not isinstance(kind, str)
     ]
     schemas, shared = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")

@@ -182,8 +182,9 @@ class Server:
                 f"Content-Type must be application/json, got {kind[:128]}", status=415
             )
         limit = self.config.body_timeout_s
-        if (request.content_length or 0) > self.config.max_body_bytes:  # before it is read
-            raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, request.content_length)
+        size = request.content_length or 0
+        if size > self.config.max_body_bytes:  # before it is read
+            raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, size)
         try:
             async with asyncio.timeout(limit):
                 raw = await request.read()
