@@ -1,6 +1,7 @@
 """The tiny model of tests/runtime, a server process with faults, and coroutine tests."""
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -167,9 +168,13 @@ class Process:
         assert (status, health["status"]) == (200, "ok")
         assert health["heartbeat_age_s"] < 1.0
 
-    def num_files(self) -> int:
-        """Its open file descriptors."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+    def num_sockets(self) -> int:
+        """Its open sockets."""
+        count = 0
+        for file in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                count += os.readlink(file).startswith("socket:")
+        return count
 
 
 def completion(prompt: list[int], max_tokens: int = 12, **fields) -> dict:
