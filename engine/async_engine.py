@@ -66,7 +66,7 @@ MAX_MERGED = 64  # tokens of one Output
 SPIN_COUNT = "2000"  # about 30 us
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a token's takes 0.4 us to make instead of 2
 class Output:
     """New output of one choice.
 
@@ -96,7 +96,7 @@ class Output:
     num_reasoning: ClassVar[int] = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerOutput(Output):
     """New output of an answer with an `AnswerFormat`. `text` is of the content only.
 
