@@ -15,16 +15,17 @@ from hypothesis.stateful import (
 )
 
 from stoker.engine.api.messages import Abort, Flush
-from stoker.engine.core import eviction, policy, shared_prefix
+from stoker.engine.core import arriving, eviction, policy, shared_prefix
 from stoker.engine.core.fairness import FairShares
 
 TRUNK_LEN = 40
 
 
 @pytest.fixture(autouse=True)
-def short_shared_groups(monkeypatch):
-    """Contexts are short here: the device checks groups that share 8 tokens already."""
+def short_prefixes(monkeypatch):
+    """Contexts are short here: 8 common tokens are told to the device, and waited for."""
     monkeypatch.setattr(shared_prefix, "MIN_SHARED", 8)
+    monkeypatch.setattr(arriving, "MIN_AWAITED", 8)
 
 
 def machine(core):

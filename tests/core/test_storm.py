@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from stoker.engine.api.messages import Abort, Flush
-from stoker.engine.core import shared_prefix
+from stoker.engine.core import arriving, shared_prefix
 from stoker.engine.core.eviction import POLICIES as EVICTION
 from stoker.engine.core.eviction import tlru
 from stoker.engine.core.fairness import FairShares
@@ -86,9 +86,9 @@ def engine_of(rng: random.Random) -> StormyEngine:
         conservativeness=rng.choice([0.1, 0.1, 1.0]),
         queue_policy=rng.choice(sorted(POLICIES)),
         eviction=rng.choice([*EVICTION.values(), tlru(8, 4, page_size)]),
-        preemption_gap=rng.choice([None, 1, 3]),
+        preemption_gap=rng.choice([None, None, 1, 3]),
         shares=FairShares({"a": 2.0}) if rng.random() < 0.4 else None,
-        queue_timeout_s=rng.choice([None, 4.0, 20.0]),
+        queue_timeout_s=rng.choice([None, None, 4.0, 20.0]),
         tells_cache=rng.random() < 0.3,
         num_bad_steps=rng.choice([0, 0, 3, 50]),
         policy=rng.choice(["write-through", "write-through-selective", "write-back"]),
@@ -112,12 +112,12 @@ def story(seed: int, num_events: int = EVENTS_PER_STORY) -> StormyEngine:
     while engine.num_events < num_events:
         action = rng.random()
         if action < 0.15:
-            prompt = rng.choice(trunks)[: rng.randrange(61)]
+            prompt = rng.choice(trunks)[: rng.randrange(rng.choice([6, 61]))]
             prompt = prompt + [rng.randrange(vocab) for _ in range(rng.randrange(1, 12))]
             prompt = prompt[: room - 1]
             add = engine.add(
                 prompt,
-                max_tokens=min(rng.choice([0, 1, 5, 20, 40]), room - len(prompt)),
+                max_tokens=min(rng.choice([0, 1, 20, 40, 60]), room - len(prompt)),
                 n=rng.choice([1, 1, 1, 3]),
                 stop=rng.sample(range(vocab), rng.choice([0, 0, 2])),
                 min_tokens=rng.choice([0, 0, 3]),
@@ -147,9 +147,10 @@ def story(seed: int, num_events: int = EVENTS_PER_STORY) -> StormyEngine:
 
 
 @pytest.fixture(autouse=True)
-def short_shared_groups(monkeypatch):
-    """Contexts are short here: the device checks groups that share 8 tokens already."""
+def short_prefixes(monkeypatch):
+    """Contexts are short here: 8 common tokens are told to the device, and waited for."""
     monkeypatch.setattr(shared_prefix, "MIN_SHARED", 8)
+    monkeypatch.setattr(arriving, "MIN_AWAITED", 8)
 
 
 def test_storm():
