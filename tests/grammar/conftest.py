@@ -1,5 +1,7 @@
 """SmolLM2's vocabulary, compilers, and a sampler that draws random tokens through the masks."""
 
+import asyncio
+import inspect
 import random
 
 import numpy as np
@@ -33,6 +35,15 @@ def compilers(vocabulary):
     yield made
     for compiler in made.values():
         compiler.close()
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run async tests on a loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class RandomModel:

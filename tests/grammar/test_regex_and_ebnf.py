@@ -18,7 +18,7 @@ REGEXES = {
     "classes": r"[^\W\d_]{2,5}\s[A-F]?",
     "escapes": r"\(\[\{\\\}\]\)\.\*\+\?\^\$\|",
     "hexadecimal": r"\x41[\u0042-\u0044]\u{1F600}?",
-    "unicode": r"[α-ω]{3}é+漢",
+    "unicode": r"[か-も]{3}é+漢",
     "dot": r".{5}",
     "line breaks": r"a\nb\tc",
     "nested groups": r"((a|b)(c|(d|e)){2}){1,3}",
@@ -51,7 +51,7 @@ GRAMMARS = {
     ),
     "list": ('root ::= "[" item ("," item)* "]"\nitem ::= "a" | "bc"', r"\[(a|bc)(,(a|bc))*\]"),
     "recursion": ('root ::= "(" root ")" | "x"', r"\(*x\)*"),
-    "unicode": ('root ::= [α-ω]{2} "é" "\\u6f22"?', "[α-ω]{2}é漢?"),
+    "unicode": ('root ::= [か-も]{2} "é" "\\u6f22"?', "[か-も]{2}é漢?"),
 }
 
 

@@ -7,7 +7,6 @@ from served import CHAT, TEXT, Served, chat, text, user
 
 from stoker.engine.api.errors import EngineError, Overloaded
 
-SCHEMA = {"name": "x", "schema": {"type": "object"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 BAD = [
@@ -56,11 +55,20 @@ BAD = [
     (CHAT, chat(logit_bias={"5": "x"}), "logit_bias.5"),
     (CHAT, chat(response_format={"type": "xml"}), "response_format.type"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format.type"),
+    (CHAT, chat(response_format={"type": "structural_tag"}), "response_format.format"),
     (
         CHAT,
-        chat(response_format={"type": "json_schema", "json_schema": SCHEMA}),
-        "response_format.type",
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"not": {}}}}),
+        "response_format.json_schema.schema",
+    ),
+    (CHAT, chat(regex="("), "regex"),
+    (CHAT, chat(regex="a", choice=["b"]), "choice"),
+    (CHAT, chat(json_schema="{"), "json_schema"),
+    (CHAT, chat(choice=[]), "choice"),
+    (
+        CHAT,
+        chat(structured_outputs={"whitespace_pattern": " "}),
+        "structured_outputs.whitespace_pattern",
     ),
     (CHAT, chat(tools="x"), "tools"),
     (CHAT, chat(tools=[{"type": "function"}]), "tools.0.function"),
@@ -75,7 +83,7 @@ BAD = [
     (CHAT, chat(cache_salt=""), "cache_salt"),
     (CHAT, chat(cache_salt="x" * 129), "cache_salt"),
     (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
-    (CHAT, chat(guided_json={"type": "object"}), "guided_json"),
+    (CHAT, chat(guided_json={"type": "nothing"}), "guided_json"),
     (
         CHAT,
         chat(chat_template_kwargs={"chat_template": "x"}),

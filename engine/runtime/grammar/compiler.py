@@ -159,12 +159,13 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._cache: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
         self._failures: OrderedDict[tuple[str, str], RequestError] = OrderedDict()
         self._running: dict[tuple[str, str], Future[Compiled]] = {}
         self._backends: dict[str, Backend] = {}
         self._idle: list[_Worker] = []
+        self._num_starting = 0
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="stoker-grammar")
         self._is_closed = False
 
@@ -248,13 +249,11 @@ class GrammarCompiler:
     def _with_worker(self, name: str, kind: str, source: str, deadline: float) -> Compiled:
         """Compile in a worker, load here."""
         with self._lock:
-            worker = self._idle.pop() if self._idle else None
             if name not in self._backends:
                 self._backends[name] = make_backend(name, self._vocabulary)
-        if worker is None:
-            began = time.monotonic()
-            worker = _Worker(pack_vocabulary(self._vocabulary))  # its start is nobody's fault
-            deadline += time.monotonic() - began
+        began = time.monotonic()
+        worker = self._worker()
+        deadline += time.monotonic() - began  # a worker's start is no request's fault
         request = {
             "backend": name,
             "kind": kind,
@@ -265,7 +264,9 @@ class GrammarCompiler:
             data = worker.compile(request, deadline)
         except _Killed:
             worker.kill()
-            self._threads.submit(self._start_worker)
+            with self._lock:
+                self._num_starting += 1
+            threading.Thread(target=self._replace_worker, daemon=True).start()
             raise schema.SchemaError(
                 "",
                 f"too complex: not compiled within {self._timeout_s:g} s"
@@ -278,13 +279,31 @@ class GrammarCompiler:
         self._give_back(worker)
         return self._backends[name].load(kind, source, data)
 
-    def _start_worker(self) -> None:
-        self._give_back(_Worker(pack_vocabulary(self._vocabulary)))
+    def _worker(self) -> _Worker:
+        """One that is idle, or that is being started anyway, or a new one."""
+        with self._lock:
+            while self._num_starting and not self._idle:
+                self._lock.wait()
+            if self._idle:
+                return self._idle.pop()
+        return _Worker(pack_vocabulary(self._vocabulary))
+
+    def _replace_worker(self) -> None:
+        worker = None
+        try:
+            worker = _Worker(pack_vocabulary(self._vocabulary))
+        finally:
+            with self._lock:
+                self._num_starting -= 1
+                self._lock.notify_all()
+            if worker is not None:
+                self._give_back(worker)
 
     def _give_back(self, worker: _Worker) -> None:
         with self._lock:
             if not self._is_closed:
                 self._idle.append(worker)
+                self._lock.notify_all()
                 return
         worker.kill()
 

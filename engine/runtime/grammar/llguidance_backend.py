@@ -42,8 +42,9 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary):
         self.eos_token_id = vocabulary.stop_ids[0]
         self.bos_token_id = None
-        self.special_token_ids = [i for i, data in enumerate(vocabulary.tokens) if not data]
-        self.tokens = [data or b"%b<%d>" % (SPECIAL, i) for i, data in enumerate(vocabulary.tokens)]
+        padded = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+        self.special_token_ids = [i for i, data in enumerate(padded) if not data]
+        self.tokens = [data or b"%b<%d>" % (SPECIAL, i) for i, data in enumerate(padded)]
         self._vocabulary = vocabulary
         self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
         self._longest = max(map(len, self._ids))
@@ -74,6 +75,7 @@ class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary):
         library = _library()
         self._size = vocabulary.size
+        self._stop_ids = vocabulary.stop_ids
         self._tokenizer = library.LLTokenizer(
             library.TokenizerWrapper(_Tokens(vocabulary)),
             n_vocab=vocabulary.size,
@@ -112,7 +114,7 @@ class LlguidanceBackend:
         _raise_error(handle)
         if warnings := handle.get_grammar_warnings():
             raise GrammarError(warnings[0][:500])
-        return LlguidanceCompiled(handle, BASE_BYTES + 16 * len(grammar))
+        return LlguidanceCompiled(handle, BASE_BYTES + 16 * len(grammar), self._stop_ids)
 
 
 def _raise_error(handle: Any) -> None:
@@ -126,10 +128,11 @@ class LlguidanceCompiled:
 
     handle: Any
     num_bytes: int
+    stop_ids: tuple[int, ...]
 
     def matcher(self) -> LlguidanceMatcher:
         """See api.Compiled."""
-        return LlguidanceMatcher(self.handle.deep_copy())
+        return LlguidanceMatcher(self.handle.deep_copy(), self.stop_ids)
 
     def fill_masks(self, matchers: Sequence[Any], table: np.ndarray, rows: list[int]) -> list[bool]:
         """See api.Compiled."""
@@ -140,15 +143,21 @@ class LlguidanceCompiled:
         return [not m.handle.is_error() for m in matchers]
 
 
-@dataclass(frozen=True, slots=True)
 class LlguidanceMatcher:
     """One sequence's place in a grammar."""
 
-    handle: Any
+    __slots__ = ("_stop_ids", "handle", "is_terminated")
+
+    def __init__(self, handle: Any, stop_ids: tuple[int, ...]):
+        self.handle = handle
+        self.is_terminated = False  # llguidance says so of a grammar that only could end
+        self._stop_ids = stop_ids
 
     def accept(self, token: int) -> bool:
         """See api.Matcher."""
-        return self.handle.consume_token(token)
+        is_accepted: bool = self.handle.consume_token(token)
+        self.is_terminated = is_accepted and token in self._stop_ids
+        return is_accepted
 
     def fill_mask(self, row: np.ndarray) -> bool:
         """See api.Matcher."""
@@ -157,9 +166,6 @@ class LlguidanceMatcher:
 
     def rollback(self, num_tokens: int) -> None:
         """See api.Matcher."""
-        self.handle.rollback(num_tokens)
-
-    @property
-    def is_terminated(self) -> bool:
-        """See api.Matcher."""
-        return self.handle.is_stopped()
+        if num_tokens:
+            self.handle.rollback(num_tokens)
+            self.is_terminated = False

@@ -29,6 +29,8 @@ Schema = dict[str, Any] | bool
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 20_000
+MAX_PROPERTIES = 1000  # of one object: xgrammar's work grows with their square
+MAX_COUNTED = 10_000  # properties times minProperties or maxProperties
 MAX_EXACT = 2**53  # beyond it numbers lose their digits in every library
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 KEYWORDS_OF = {
@@ -444,6 +446,8 @@ class _Rebuilder:
                 raise SchemaError(f"{at}/{keyword}", f"{keyword} is an object")
         if not isinstance(required, list) or not all(isinstance(k, str) for k in required):
             raise SchemaError(f"{at}/required", "required is a list of names")
+        if max(len(given), len(required)) > MAX_PROPERTIES:
+            raise SchemaError(at, f"an object has more than {MAX_PROPERTIES} properties")
         out: dict[str, Any] = {"type": "object"}
         properties = {
             name: self._schema(value, f"{at}/properties/{_escape(name)}", depth + 1)
@@ -542,6 +546,10 @@ class _Rebuilder:
             out["minProperties"] = low
         if high is not None:
             out["maxProperties"] = high
+        num_counted = len(out.get("properties", ())) * max(out.get("minProperties", 0), high or 0)
+        if num_counted > MAX_COUNTED:
+            keyword = "minProperties" if "minProperties" in out else "maxProperties"
+            raise SchemaError(f"{at}/{keyword}", "too many properties to count")
         is_counted = "minProperties" in out or "maxProperties" in out
         if is_counted and not self._is_xgrammar and num_required < len(out.get("properties", ())):
             keyword = "minProperties" if "minProperties" in out else "maxProperties"
