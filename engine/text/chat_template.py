@@ -37,6 +37,11 @@ _RESERVED = frozenset(
         "tokenize",
     )
 )
+_CALL = "<tool_call>\n{}\n</tool_call>"
+_TOOLS = (
+    "You can call these functions:\n{}\nTo call one, answer with its name and a JSON object of its "
+    'arguments, like this:\n<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -72,6 +77,7 @@ class ChatTemplate:
         self._timeout_s = timeout_s
         self._reserved = _RESERVED | environment.globals.keys() | tokens.keys()
         self._templates: dict[str, jinja2.Template] = {}
+        self._knows_tools = any("tools" in text for text in sources.values())
         self._knows_developer = any("developer" in text for text in sources.values())
         self.content_format: ContentFormat = "string"
         self._no_content: dict[str, Any] = {"content": ""}
@@ -107,6 +113,8 @@ class ChatTemplate:
 
         Args:
             messages: as JSON has them, best out of `normalise_messages`.
+            tools: where the template does not know of tools, they are explained in the first
+                message.
             continue_final_message: the prompt ends with the last message's text, every trailing
                 space kept, so that the model goes on with it.
             template_kwargs: more variables for the template, as in `enable_thinking`.
@@ -129,6 +137,8 @@ class ChatTemplate:
                     param=f"chat_template_kwargs.{name}",
                 )
         messages = [_plain_message(message) for message in messages]
+        if tools and not self._knows_tools:
+            messages = _with_tools(messages, tools)
         final, mark = "", ""
         if continue_final_message:
             # The mark shows where the text ends in the prompt, and keeps a template from
@@ -288,6 +298,29 @@ def _plain_message(message: Message) -> Message:
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _with_tools(messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """Messages for a template that knows no tools: what they are and what was called, as text."""
+    messages = [dict(message) for message in messages]
+    for message in messages:
+        calls = [call["function"] for call in message.pop("tool_calls", None) or ()]
+        parts = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+        if texts := [_CALL.format(json.dumps(part, ensure_ascii=False)) for part in parts]:
+            _add_text(message, "\n".join(texts), after=True)
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    _add_text(messages[0], _TOOLS.format(described), after=messages[0].get("role") == "system")
+    return messages
+
+
+def _add_text(message: Message, text: str, *, after: bool) -> None:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        part = {"type": "text", "text": text}
+        message["content"] = [*content, part] if after else [part, *content]
+    else:
+        pieces = (content, text) if after else (text, content)
+        message["content"] = "\n\n".join(filter(None, pieces))
 
 
 def _marked(message: Message, mark: str) -> tuple[Message, str]:

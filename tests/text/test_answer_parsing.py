@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (DeepSeek's markers)
 """The law of parsing: however an answer is cut into pieces, its deltas together say the same."""
 
 import itertools
@@ -11,8 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from recorded_answers import FAMILIES, LONG, SHORT, TOOLS, Answer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
-from stoker.engine.text.answer import AnswerFormat, AnswerParser
+from stoker.engine.text.answer import AnswerDetokenizer, AnswerFormat, AnswerParser
 from stoker.engine.text.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -20,6 +23,7 @@ from stoker.engine.text.formats import (
     tool_format_of,
 )
 from stoker.engine.text.reader import CallArguments, CallStart, Content, Reasoning
+from stoker.engine.text.tokenizer import Tokenizer
 
 PAIRS_UP_TO = 60  # characters: every two cuts
 CUTS_UP_TO = 700  # characters: every cut
@@ -118,6 +122,67 @@ def test_arguments_stream(family):
         seen += "".join(d.text for d in parser.feed(char) if isinstance(d, CallArguments))
         assert seen.count("é") == text.count("é", 0, end)
     assert json.loads(seen) == {"text": "é" * 500}
+
+
+# --- tokens ---
+
+MARKERS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+
+
+def tokenizer_with(*special: str) -> Tokenizer:
+    """A token a byte, and special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return Tokenizer(backend, special_tokens={})
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_special_tokens_of_the_format_are_seen_and_no_others(size):
+    tokenizer = tokenizer_with("<|pad|>", *MARKERS)
+    form = AnswerFormat(None, False, TOOL_FORMATS["deepseek-v3.1"], TOOLS)
+    section, begin, sep, end = MARKERS
+    text = f'Só<|pad|>:{section}{begin}now{sep}{{"é": "🎉"}}{end}'
+    ids = tokenizer.encode(text, False)
+    detokenizer = AnswerDetokenizer(tokenizer, form)
+    content = "".join(detokenizer.feed(ids[i : i + size]) for i in range(0, len(ids), size))
+    content += detokenizer.flush()
+    deltas = detokenizer.take_deltas()
+    assert content == "".join(d.text for d in deltas if isinstance(d, Content)) == "Só:"
+    assert [d.name for d in deltas if isinstance(d, CallStart)] == ["now"]
+    assert "".join(d.text for d in deltas if isinstance(d, CallArguments)) == '{"é": "🎉"}'
+    assert detokenizer.num_tokens == len(ids)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("stop", "include", "content", "num_tokens"),
+    [
+        ("END", False, "Yes. ", 24),
+        ("END", True, "Yes. END", 24),
+        ("hm", False, "Yes. END no EN", 30),  # only in the reasoning: not seen
+        ("no E", False, "Yes. END ", 29),
+    ],
+)
+def test_stop_strings_hold_for_content(size, stop, include, content, num_tokens):
+    tokenizer = tokenizer_with()
+    ids = tokenizer.encode("<think>hm</think>Yes. END no EN", False)
+    form = AnswerFormat(REASONING_FORMATS["qwen3"])
+    detokenizer = AnswerDetokenizer(tokenizer, form, (stop,), include)
+    shown = "".join(detokenizer.feed(ids[i : i + size]) for i in range(0, len(ids), size))
+    shown += detokenizer.flush()
+    assert shown == content
+    assert detokenizer.num_tokens == num_tokens + 1
+    assert detokenizer.stopped == (stop if num_tokens < 30 else None)
+    assert detokenizer.num_reasoning == len(">hm</think>")
+    assert [d.text for d in detokenizer.take_deltas() if isinstance(d, Reasoning)]
 
 
 def test_formats_are_told_by_their_templates():
