@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TritonOps:
-    """The ops that have a kernel here. A kernel compiles when it is first used (see `warm_steps`)."""
+    """The ops that have a kernel here; each compiles at its first use, if not by `warm_steps`."""
 
     name = "triton"
 
