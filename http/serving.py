@@ -9,9 +9,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from aiohttp import web
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .sse import EventStream
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 MAX_CHOICES = 1024  # of one HTTP request, over all its prompts
 HEARTBEAT_LIMIT_S = 30.0
@@ -127,10 +129,11 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
         self.num_cached = max(self.num_cached, output.num_cached)
         self.num_output = output.num_output
-        self.num_reasoning = output.num_reasoning
-        self.deltas.extend(output.deltas)
+        if output.deltas:
+            self.deltas.extend(output.deltas)
         if output.finish_reason:
             check_end(output)
+            self.num_reasoning = output.num_reasoning
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
@@ -372,14 +375,7 @@ class Server:
     async def collect(self, work: Work) -> list[list[Choice]]:
         """Wait for all choices of all prompts: one list a prompt, ordered by choice."""
         pairs = zip(work.streams, work.meters, strict=True)
-        if len(work.streams) == 1:
-            return [await _collect(work, *pair) for pair in pairs]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_collect(work, *pair)) for pair in pairs]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await run_all([_collect(work, *pair) for pair in pairs])
 
     async def tick(self) -> None:
         """Once a second for ever: keep-alive comments and the metrics of time."""
@@ -391,6 +387,18 @@ class Server:
 
 
 SERVER: web.AppKey[Server] = web.AppKey("server", Server)
+
+
+async def run_all(jobs: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run coroutines at once. The first error ends the others, and is raised as it is."""
+    if len(jobs) == 1:
+        return [await jobs[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _collect(work: Work, stream: "Stream", meter: Meter) -> list[Choice]:
