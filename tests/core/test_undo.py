@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stoker.engine.api.errors import EngineError, Overloaded
+from stoker.engine.core.plan import FROM_DEVICE
 
 GREEDY_ROOM = 20
 
@@ -137,6 +138,26 @@ def test_a_request_that_never_fits_fails_alone(small, overlap):
     )
     assert set(engine.reasons.values()) == {"length"}
     assert len(engine.outputs[1, 0]) in (10, 11)
+
+
+def test_after_an_undo_the_step_before_is_committed_first(make_engine):
+    """What the device sampled then may be overwritten: it is not asked for it again."""
+    engine = make_engine(overlap=True)
+    scheduler = engine.scheduler
+    engine.add([1, 2, 3], max_tokens=5)
+    engine.add([4, 5, 6, 7], max_tokens=5)
+    first = engine.device.launch(scheduler.plan(1.0))
+    second = scheduler.plan(2.0)
+    assert second.tokens.tolist() == [FROM_DEVICE] * 2
+    scheduler.undo(0)
+    assert scheduler.plan(3.0) is None
+    engine.take(scheduler.commit(first, 4.0))
+    again = scheduler.plan(5.0)
+    assert again.tokens.tolist() == engine.outputs[1, 0]  # half as many tokens fit
+    assert [admission.slot for admission in again.admitted] == again.slots.tolist()
+    engine.results.append(engine.device.launch(again))
+    engine.run()
+    engine.assert_outputs()
 
 
 def test_who_waits_too_long_is_refused(make_engine):
