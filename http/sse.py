@@ -22,7 +22,7 @@ from aiohttp import HttpVersion11, web
 from ..engine.api.errors import EngineError, Overloaded, StokerError
 from .errors import stoker_object
 from .metrics import Meter
-from .serving import Server, Work, check_end
+from .serving import Server, Work, check_end, run_all
 
 if TYPE_CHECKING:
     from ..engine import Output, Stream
@@ -208,16 +208,7 @@ class EventStream:
     async def pump_all(self, encoders: Sequence[Callable[["Output"], bytes]]) -> None:
         """Send the outputs of all prompts as they come, each through its encoder."""
         jobs = zip(self.work.streams, self.work.meters, encoders, strict=True)
-        if len(encoders) == 1:
-            for job in jobs:
-                await self.pump(*job)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for job in jobs:
-                    group.create_task(self.pump(*job))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await run_all([self.pump(*job) for job in jobs])
 
     async def pump(
         self, stream: "Stream", meter: Meter, encode: Callable[["Output"], bytes]

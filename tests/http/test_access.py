@@ -136,7 +136,7 @@ async def test_no_route_shows_a_secret():
             if method == "GET":
                 path = path.replace("{id:.+}", "fake/model")
                 reply = await s.get(path, headers=bearer(ADMIN))
-                assert reply.status == 200
+                assert reply.status in (200, 400)  # 400: it is not switched on
                 for secret in (KEY, "k-second", ADMIN):
                     assert secret.encode() not in reply.raw
         info = (await s.get("/server_info", headers=bearer(KEY))).json

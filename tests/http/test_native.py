@@ -115,10 +115,10 @@ async def test_generate_ignores_no_field():
 
 async def test_generate_tells_choices_apart():
     async with Served() as s:
-        sampling = {"temperature": 1, "max_new_tokens": 2, "n": 2}
+        sampling = {"temperature": 1, "max_new_tokens": 2, "n": 2, "sampling_seed": 1}
         body = {"text": ["a", "b"], "rid": "r", "sampling_params": sampling}
         events = await s.events("/generate", body)
-        assert len(events) == 8
+        assert 4 <= len(events) <= 8  # outputs that nobody has read yet are merged
         assert {(e["index"], e["meta_info"]["id"]) for e in events} == {
             (i, f"r_{i}") for i in range(4)
         }
