@@ -312,7 +312,7 @@ HISTORY = (
     "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
     "{{ m.reasoning_content if m.reasoning_content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+    "{{ c.function.arguments.city }}{% endfor %};{% endfor %}{% if tools %}{% endif %}"
 )
 
 
@@ -334,6 +334,18 @@ async def test_history_with_calls_reaches_the_template_as_objects():
         reply = await s.post(CHAT, chat(messages=messages))
         assert reply.status == 400
         assert reply.error["param"] == "messages.1.tool_calls.0.function.arguments"
+
+
+async def test_tools_are_explained_where_the_template_knows_none():
+    async with Answering(OSLO) as s:
+        s.engine.chat_template = ChatTemplate(
+            "{% for m in messages %}{{ m.content }}{% endfor %}", {}
+        )
+        choice, _ = await both(s, tools=TOOLS)
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+        prompt = s.engine.tokenizer.decode(s.engine.gpu.adds[-1].prompt)
+        assert "The weather of a city" in prompt
+        assert prompt.endswith("</tool_call>\n\nhi")
 
 
 async def test_templates_of_requests():
