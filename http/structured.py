@@ -72,7 +72,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
-    json_: Schema | None = Field(None, alias="json")
+    json_: Schema | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
