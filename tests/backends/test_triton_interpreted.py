@@ -7,6 +7,7 @@ the contract tests with the Triton provider, and the files `triton_*cases.py`.
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,29 @@ SELECTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_in_the_interpreter(name):
-    file, expression = SELECTIONS[name]
+@pytest.fixture(scope="module")
+def runs(request):
+    """Those that are asked for, as many at once as there are cores."""
+    names = [item.callspec.params["name"] for item in request.session.items
+             if item.path == request.path]  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(run, *SELECTIONS[name]) for name in names}
+
+
+def run(file, expression):
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_interpreter", "-W", "ignore"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "-k", expression, str(HERE / file)],
         cwd=HERE.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_in_the_interpreter(name, runs):
+    done = runs[name].result()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "failed" not in done.stdout
