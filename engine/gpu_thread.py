@@ -127,7 +127,8 @@ class GPUThread(threading.Thread):
             if self._check:
                 scheduler.check()
             if facts or result is not None or num_received:  # an abort changes figures only
-                self._post(facts, scheduler.stats(**spent.seconds))
+                masks = {"mask_s": runner.masks.fill_s, "num_masks": runner.masks.num_masks}
+                self._post(facts, scheduler.stats(**spent.seconds, **masks))
             spent.count("commit_s")
             if result is not None and self._log is not None:
                 self._log.done(result.seconds, spent.own_s)

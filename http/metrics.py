@@ -150,6 +150,8 @@ class Metrics:
                 own_s - s.cpu_s,
             ),
             ("device_seconds", "time that the device worked on steps", s.device_s),
+            ("mask_seconds", "time that filling grammars' masks took, beside it", s.mask_s),
+            ("masks", "grammars' masks that were filled", s.num_masks),
             ("loop_cpu_seconds", "CPU time of the event loop's thread", self.loop_cpu_s),
         ):
             yield CounterMetricFamily("stoker_" + name, text, total)

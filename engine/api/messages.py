@@ -183,6 +183,8 @@ class Stats:
         wait_s: time in which the GPU thread waited for the device, without the GIL; where the
             device is the thread itself (cpu), the launches.
         device_s: time in which the device worked on steps.
+        mask_s: time in which the masks of constrained rows were filled, most of it while the
+            device worked; num_masks: how many.
     """
 
     num_running: int = 0
@@ -209,6 +211,8 @@ class Stats:
     cpu_s: float = 0.0
     wait_s: float = 0.0
     device_s: float = 0.0
+    mask_s: float = 0.0
+    num_masks: int = 0
     tiers: TierStats = TierStats()
 
 

@@ -12,18 +12,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from ...text.tokenizer import Tokenizer
 
 MAX_WHITESPACE = 20  # characters between two JSON tokens: a new line and ten levels of two spaces
 
 
 class GrammarError(Exception):
     """The source is wrong, or the library cannot enforce it. The text is for the client."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    vocab_size: int
+    special_ids: frozenset[int]
+    eos_ids: frozenset[int]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of an id."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
 
 
 @dataclass(frozen=True)
