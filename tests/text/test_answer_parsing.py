@@ -124,6 +124,29 @@ def test_arguments_stream(family):
     assert json.loads(seen) == {"text": "é" * 500}
 
 
+RUBBLE = r"""
+{ } [ ] " ' \ , : ( ) = ; > a é 1 - null ```json ``` now get_weather city='x' functions.now:0
+to=functions.now \u00e {"name":"now","arguments": {"city":"Os
+""".split()
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+def test_any_text_is_read_to_its_end(tools):
+    """Rubble of a format's own markers: no error, no endless loop, nothing lost, and the law."""
+    draw = random.Random(tools)
+    for i in range(300):
+        thinks = draw.choice(list(REASONING_FORMATS)) if i % 2 else ""
+        markers = [*TOOL_FORMATS[tools].markers]
+        markers += REASONING_FORMATS[thinks].markers if thinks else ()
+        pieces = draw.choices([*RUBBLE, " ", "\n", "all\n", *4 * markers], k=draw.randint(1, 14))
+        answer = Answer(tools, "", "".join(pieces), thinks=thinks, is_cut=i % 3 == 0)
+        content, reasoning, calls = whole = said(answer, [answer.text])
+        assert said(answer, pieces) == whole, answer.text
+        assert said(answer, list(answer.text)) == whole, answer.text
+        if not calls and not thinks and tools not in ("gpt-oss", "functionary"):
+            assert (content, reasoning) == (answer.text, "")
+
+
 # --- tokens ---
 
 MARKERS = (
