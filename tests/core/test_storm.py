@@ -153,6 +153,7 @@ def short_prefixes(monkeypatch):
     monkeypatch.setattr(arriving, "MIN_AWAITED", 8)
 
 
+@pytest.mark.timeout(1200)
 def test_storm():
     began = time.monotonic()
     num_events = seed = 0
