@@ -53,6 +53,7 @@ class Device:
         self.runtime = SimpleNamespace(is_async=True)
         self.copies = None
         self.masks = SimpleNamespace(fill_s=0.0, num_masks=0)
+        self.masks = SimpleNamespace(fill_s=0.0, num_masks=0)
         self.step_s = step_s
         self.ends_s = 0.0  # of the latest launched step
         self.steps_s = []  # from the end of one to the end of the next

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from stoker.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
 from stoker.engine import gpu_thread as gpu
 from stoker.engine.api.errors import EngineError, Overloaded
+from stoker.engine.api.grammar import GrammarSpec
 from stoker.engine.runtime.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -60,7 +62,8 @@ async def test_steps_that_do_not_fit_the_memory(tiny_model, monkeypatch, overlap
     penalised = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=0.5, repetition_penalty=1.2
     )
-    params = [GREEDY, GREEDY, penalised, GREEDY, penalised, penalised]
+    constrained = replace(GREEDY, grammar=GrammarSpec("regex", "(ab|cd|efg){9,}", param="regex"))
+    params = [GREEDY, constrained, penalised, GREEDY, penalised, constrained]
     async with await start(tiny_model) as engine:
         expected = [await tokens_of(engine, *pair) for pair in zip(prompts, params, strict=True)]
     launch = ModelRunner.launch
