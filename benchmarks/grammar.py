@@ -9,6 +9,7 @@ The schema is an array that does not end, so that both give equally many tokens.
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import time
@@ -95,7 +96,7 @@ async def gaps(engine, args):
     prompt = await engine.encode("The sea")
     params = SamplingParams(max_tokens=args.stream_tokens, ignore_eos=True, temperature=0)
     times = await consume(engine, prompt, params, None)
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 async def attack(engine, args):

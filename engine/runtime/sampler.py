@@ -196,19 +196,20 @@ def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
         masks: host int32 [n, ceil(vocab / 32)].
     """
     vocab, device = logits.shape[1], logits.device
-    if device.type == "cpu":
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab, bitorder="little")
-        forbidden = torch.from_numpy(bits).logical_not_()
-    else:
-        words = torch.from_numpy(masks).pin_memory().to(device, non_blocking=True)
-        shifts = torch.arange(32, dtype=torch.int32, device=device)
-        forbidden = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab]
-    forbidden = forbidden.bool()
+    if device.type == "cpu":  # in numpy, whose one thread waits for no other
+        forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        values = logits.numpy()
+        for row, where in zip(rows.tolist(), forbidden.view(np.bool_), strict=True):
+            np.copyto(values[row], -np.inf, where=where)
+        return
+    words = torch.from_numpy(masks).pin_memory().to(device, non_blocking=True)
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    is_forbidden = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab]
     if len(rows) == rows[-1] + 1:  # the first rows: no need to gather them
-        logits[: len(rows)].masked_fill_(forbidden, -torch.inf)
+        logits[: len(rows)].masked_fill_(is_forbidden, -torch.inf)
     else:
         at = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
-        logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
+        logits[at] = logits[at].masked_fill_(is_forbidden, -torch.inf)
 
 
 def top_logprobs(own: Tensor, tokens: Tensor, top: int) -> DeviceLogprobs:

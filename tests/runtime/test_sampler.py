@@ -8,7 +8,7 @@ from stoker.backends import registry
 from stoker.backends.api import SamplingRows
 from stoker.engine.api.sampling_params import SamplingParams
 from stoker.engine.core.plan import Admission
-from stoker.engine.runtime.sampler import Sampler
+from stoker.engine.runtime.sampler import Sampler, mask_logits
 
 VOCAB = 50
 
@@ -159,3 +159,19 @@ def test_a_row_of_nan_is_reported_alone(ops):
     sampled = draw(sampler, logits, [1, 2], [1, 1])
     assert (sampled.tokens >= 0).tolist() == [False, True]
     assert sampled.tokens[1] == 8
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 3]])
+@pytest.mark.parametrize("vocab", [64, 70])
+def test_masks_forbid_by_bits(rows, vocab):
+    draw = np.random.default_rng(0)
+    allowed = draw.random((len(rows), vocab)) < 0.5
+    bits = np.zeros((len(rows), 96), bool)
+    bits[:, :vocab] = allowed
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    logits = torch.randn(4, vocab)
+    expected = logits.clone()
+    for row, each in zip(rows, allowed, strict=True):
+        expected[row, ~torch.from_numpy(each)] = -torch.inf
+    mask_logits(logits, np.array(rows), masks)
+    assert torch.equal(logits, expected)
