@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from typing import Any
 from collections.abc import Iterator
 
 import numpy as np
@@ -688,8 +689,8 @@ class Scheduler:
 
     # ---- figures and checks ------------------------------------------------------------------
 
-    def stats(self, **seconds: float) -> Stats:
-        """Figures of now, and counters since the start; the caller knows those of time."""
+    def stats(self, **others: Any) -> Stats:
+        """Figures of now, and counters since the start; those of time are the caller's."""
         return Stats(
             num_running=len(self.slots.order),
             num_waiting=len(self.waiting) + sum(map(len, self._siblings.values())),
@@ -710,7 +711,7 @@ class Scheduler:
             evicted_pages=self.tree.num_evicted,
             batch_tokens=self._batch_tokens,
             tiers=NO_TIERS if self.tiers is None else self.tiers.stats(),
-            **seconds,
+            **others,
         )
 
     def check(self) -> None:
