@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import Any
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
