@@ -2,6 +2,7 @@
 
     python benchmarks/simulate_check.py h200    # the roofline against docs/performance.md
     python benchmarks/simulate_check.py cpu     # a server here: fit to one load, predict another
+    python benchmarks/simulate_check.py steps   # the same in this process, on a busy machine
 
 `cpu` serves smollm2-135m with --step-log and sends in turn short runs of other lengths and numbers
 of streams, and the load that is to be predicted (32 streams, prompts of 128 tokens, 64 out); three
@@ -10,17 +11,22 @@ and what they predict is compared with the median of the loads. The client share
 server, as everywhere in docs/performance.md. With --client COMMAND that load is sent by
 another client, which must print one JSON object with out_tok_s and ttft_p50; {url} in the command
 is the server. The exit code is 1 where a prediction is more than 15% off.
+
+`steps` runs both loads through one model runner, a step of one or of the other at random, on one
+thread, and counts processor time. So what else the machine does meets both alike.
 """
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -28,9 +34,19 @@ from statistics import median
 import numpy as np
 
 from stoker.engine.api.config import EngineConfig
+from stoker.engine.api.messages import Add, Tokens
+from stoker.engine.api.sampling_params import SamplingParams
+from stoker.engine.build import Builder
+from stoker.engine.core.configure import make_scheduler
+from stoker.engine.core.plan import Admission
+from stoker.engine.core.scheduler import Scheduler
+from stoker.engine.core.shape import StepShape
+from stoker.engine.runtime.runner import ModelRunner
 from stoker.engine.simulate import EngineSpec, Result, simulate
+from stoker.engine.simulate_cost import fit
 from stoker.engine.simulate_load import Lengths, LoadRequest, SyntheticLoad
 from stoker.engine.simulate_roofline import ModelShape, RooflineCost, find_card
+from stoker.engine.step_log import StepSample
 
 LIMIT = 0.15
 STOKER = [sys.executable, "-m", "stoker.http"]
@@ -43,6 +59,9 @@ CALIBRATION = (  # requests, streams, prompt, output
     (56, 40, 60, 32),
 )
 ROUNDS = 3  # of calibration and load; another calibration comes last
+
+
+Loads = Sequence[tuple[int, int, int, int]]
 
 
 class Comparison:
@@ -166,6 +185,118 @@ def _server(model: str, port: int, log: Path) -> Iterator[str]:
         server.wait(60)
 
 
+# ---- one process ---------------------------------------------------------------------------------
+
+
+class Lane:
+    """Closed loops of requests through a scheduler of its own; its clock is processor time.
+
+    Several lanes share a runner. They write over each other's KV, which changes tokens, not times.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, spec: EngineSpec, loads: Loads):
+        self.samples: list[StepSample] = []
+        self.now = 0.0
+        self.num_output = 0
+        self.ttft_s: list[float] = []
+        self._runner, self._config, self._spec = runner, config, spec
+        self._loads = list(loads)
+        self._rng = np.random.default_rng(0)
+        self._scheduler: Scheduler | None = None
+        self._admissions: dict[int, Admission] = {}
+        self._sent_s: dict[int, float] = {}
+        self._num_left = 0
+
+    def step(self) -> bool:
+        """One step; False when all loads have ended."""
+        if self._scheduler is None or not self._scheduler.has_work:
+            if not self._loads:
+                return False
+            self._begin(*self._loads.pop(0))
+        scheduler = self._scheduler
+        assert scheduler is not None
+        t0 = time.thread_time()
+        plan = scheduler.plan(self.now)
+        planned_s = time.thread_time() - t0
+        assert plan is not None
+        self._admissions |= {admission.slot: admission for admission in plan.admitted}
+        for slot in plan.slots.tolist():  # another lane may have used it
+            self._runner.sampler.admit(self._admissions[slot])
+        t1 = time.thread_time()
+        result = self._runner.launch(plan).wait()
+        t2 = time.thread_time()
+        facts = scheduler.commit(result, self.now)
+        t3 = time.thread_time()
+        self.now += planned_s + t3 - t1
+        self.samples.append(StepSample(StepShape.of(plan), t2 - t1, planned_s + t3 - t2))
+        for fact in facts:
+            if isinstance(fact, Tokens):
+                self.num_output += 1
+                if fact.request_id in self._sent_s:
+                    self.ttft_s.append(self.now - self._sent_s.pop(fact.request_id))
+                if fact.finish_reason:
+                    self._send()
+        return True
+
+    def _begin(self, requests: int, streams: int, prompt: int, output: int) -> None:
+        spec = self._spec
+        self._scheduler = make_scheduler(
+            self._config,
+            kv_tokens=spec.kv_tokens,
+            page_size=spec.page_size,
+            max_model_len=spec.max_model_len,
+            is_cpu=True,
+        )
+        self._num_left, self._lengths = requests, (prompt, output)
+        for _ in range(streams):
+            self._send()
+
+    def _send(self) -> None:
+        if not self._num_left or self._scheduler is None:
+            return
+        self._num_left -= 1
+        request_id = self._num_left
+        self._sent_s[request_id] = self.now
+        prompt_len, max_tokens = self._lengths
+        prompt = array("i", self._rng.integers(1000, 30_000, prompt_len).tolist())
+        params = SamplingParams(temperature=0.0)
+        self._scheduler.handle(
+            Add(request_id, prompt, params, max_tokens, frozenset(), 0, self.now)
+        )
+
+
+def steps(model: str) -> int:
+    config = EngineConfig(model=model, kv_tokens=40_000, threads=1)
+    builder = Builder(config)
+    builder.find_files()
+    scheduler, runner = builder.load()
+    spec = EngineSpec(40_000, scheduler.page_size, builder.max_model_len, is_cpu=True)
+    warm = Lane(runner, config, spec, CALIBRATION[:2])
+    while warm.step():
+        pass
+    load = tuple(LOAD.values())
+    fitted, predicted = (Lane(runner, config, spec, loads) for loads in (CALIBRATION, (load,)))
+    choose = random.Random(0)
+    while predicted.step():
+        while choose.random() < 0.7 and fitted.step():
+            pass
+    cost = fit(fitted.samples, is_async=False)
+    lengths = Lengths.parse(str(load[2])), Lengths.parse(str(load[3]))
+    requests = SyntheticLoad(load[0], *lengths).requests(0)
+    result = simulate(requests, config, spec, cost, concurrency=load[1], request_s=0.0)
+    summary = result.summary()
+    print(f"fitted to {cost.num_steps} steps, mean error {cost.error:.1%}; times are of one thread")
+    table = Comparison()
+    table.row("steps", len(predicted.samples), summary["steps"])
+    rate = predicted.num_output / predicted.now
+    table.row("output tokens/s", rate, summary["output_tokens_per_s"])
+    table.row("TTFT ms", median(predicted.ttft_s) * 1e3, summary["ttft_ms"]["p50"])
+    return table.exit_code
+
+
+# ---- a server's clients --------------------------------------------------------------------------
+
+
 def _bench(
     url: str, folder: Path, requests: int, streams: int, prompt: int, output: int
 ) -> dict[str, float]:
@@ -191,13 +322,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("h200", "cpu"))
+    parser.add_argument("what", choices=("h200", "cpu", "steps"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--client")
     parser.add_argument("--port", type=int, default=8039)
     arguments = parser.parse_args()
     if arguments.what == "h200":
         return h200()
+    if arguments.what == "steps":
+        return steps(arguments.model)
     return cpu(arguments.model, arguments.client, arguments.port)
 
 
