@@ -132,8 +132,9 @@ class Builder:
             executor.shutdown(wait=False)
         working_bytes, cost = 0, StepCost()
         if not is_cpu:
-            with self._phase("warm-up"):
+            with self._phase("kernels"):
                 warming.result()
+            with self._phase("warm-up"):
                 runner = self._runner(backend, model, 2 + chunk // page_size)
                 working_bytes = runner.measure(chunk)
         with self._phase("kv pool"):

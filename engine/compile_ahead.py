@@ -19,12 +19,13 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .api.config import EngineConfig
 
-MAX_PROCESSES = 8
+MAX_PROCESSES = 16
 MAX_WAIT_S = 60.0
 CUDA_ATTRIBUTES = {"major": 75, "minor": 76, "num_cores": 16}  # of cuDeviceGetAttribute
 
@@ -127,6 +128,11 @@ def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> i
     from ..backends.triton.absent import TARGETS, collect
     from .build import Builder
 
+    # Meta tensors have kernels in Python, and the first use of one imports torch's compiler to keep
+    # them out of it: five seconds.
+    stub: Any = types.ModuleType("torch._dynamo")
+    stub.disable = lambda function, *_, **__: function
+    torch._dynamo = sys.modules["torch._dynamo"] = stub
     runtime = cuda.AbsentCuda((device.major, device.minor), device.num_cores)
     with collect(TARGETS[f"sm_{device.major}{device.minor}"]) as found, torch.inference_mode():
         overrides = {} if config.attention_backend is None else {"attend": config.attention_backend}
@@ -138,14 +144,14 @@ def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> i
     # The longest first, as far as their sources tell, so that the last to end is a short one.
     jobs = sorted(found.values(), key=lambda job: -len(job.source.fn.src))
     queue, numbers = os.pipe()
-    os.write(numbers, bytes(range(len(jobs))))
+    os.write(numbers, b"".join(i.to_bytes(2, "big") for i in range(len(jobs))))
     os.close(numbers)
     children = []
     for _ in range(num_processes):
         child = os.fork()
         if not child:
-            while number := os.read(queue, 1):
-                jobs[number[0]].run()
+            while number := os.read(queue, 2):
+                jobs[int.from_bytes(number, "big")].run()
             os._exit(0)
         children.append(child)
     failed = [child for child in children if os.waitpid(child, 0)[1]]
@@ -158,7 +164,7 @@ def main() -> None:
     """The process that `start` begins."""
     order = json.loads(sys.stdin.buffer.read())
     config, device = EngineConfig(**order["config"]), Device(*order["device"])
-    compile_steps(config, device, min(MAX_PROCESSES, os.cpu_count() or 1))
+    compile_steps(config, device, max(1, min(MAX_PROCESSES, os.cpu_count() or 1) - 1))
     marker = _marker(config, device)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
