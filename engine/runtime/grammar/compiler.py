@@ -9,6 +9,7 @@ Runs on: pool.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import subprocess
@@ -16,23 +17,23 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...api.errors import Overloaded, RequestError
 from ...api.grammar import GrammarSpec, Reasoning
-from . import regex, schema, structural_tag
 from .api import Backend, Compiled, GrammarError, Matcher, Vocabulary
 from .gate import Gate
 from .worker import LENGTH, make_backend, pack_vocabulary, write_frame
 
+log = logging.getLogger("stoker")
+
 BackendName = Literal["xgrammar", "llguidance"]
 
-MAX_SOURCE_BYTES = 256 << 10
-MAX_NESTING = 200  # brackets of a source, whatever they mean
+MAX_SOURCE = 256 << 10
 MAX_COMPILED_BYTES = 64 << 20
+MAX_WAITING = 32  # threads that wait for workers
 MAX_FAILURES = 256  # remembered, so that a bad schema costs its deadline once
 START_S = 30.0  # to start a worker; it is no request's fault when a machine is slow
 
@@ -106,8 +107,11 @@ class _Worker:
         del self._received[:size]
         return taken
 
-    def compile(self, request: dict[str, Any], deadline: float) -> bytes:
-        """Raises GrammarError with the library's reason, or _Killed."""
+    def compile(self, request: dict[str, Any], deadline: float) -> tuple[str, str, str, bytes]:
+        """Library, kind and source that were compiled, and what they gave.
+
+        Raises GrammarError with the reason, or _Killed.
+        """
         try:
             write_frame(self._stdin, json.dumps(request).encode())
         except OSError:
@@ -116,7 +120,7 @@ class _Worker:
         payload = self._read(deadline)
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
-        return payload
+        return answer["library"], answer["kind"], answer["source"], payload
 
     def kill(self) -> None:
         self._process.kill()
@@ -165,8 +169,9 @@ class GrammarCompiler:
         self._running: dict[tuple[str, str], Future[Compiled]] = {}
         self._backends: dict[str, Backend] = {}
         self._idle: list[_Worker] = []
-        self._num_starting = 0
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="stoker-grammar")
+        self._num_alive = 0  # workers, those that start included
+        self._num_workers = num_workers
+        self._threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="stoker-grammar")
         self._is_closed = False
 
     def submit(self, spec: GrammarSpec) -> Future[Compiled]:
@@ -190,6 +195,11 @@ class GrammarCompiler:
                 return done
             if (running := self._running.get(key)) is not None:
                 return running
+            if len(spec.source) > MAX_SOURCE:
+                done = Future()
+                reason = f"{len(spec.source)} characters, the limit is {MAX_SOURCE}"
+                done.set_exception(_refusal(spec, reason))
+                return done
             self.num_misses += 1
             deadline = time.monotonic() + self._timeout_s
             future = self._running[key] = self._threads.submit(self._compile, spec, key, deadline)
@@ -211,7 +221,7 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, key: tuple[str, str], deadline: float) -> Compiled:
         began = time.monotonic()
         try:
-            compiled = self._checked(spec, deadline)
+            compiled = self._with_worker(spec, deadline)
         except RequestError as error:
             with self._lock:
                 self._failures[key] = error
@@ -231,73 +241,62 @@ class GrammarCompiler:
                 del self._running[key]
                 self.seconds += time.monotonic() - began
 
-    def _checked(self, spec: GrammarSpec, deadline: float) -> Compiled:
-        check_size(spec)
-        if time.monotonic() > deadline:
-            raise Overloaded("too many grammars are being compiled", retry_after_s=1)
-        reasons: list[str] = []
-        for name in self._order:
-            try:
-                kind, source = translate(spec, name)
-                return self._with_worker(name, kind, source, deadline)
-            except schema.SchemaError as error:  # the client's, whatever the library
-                raise _refusal(spec, str(error)) from None
-            except GrammarError as error:
-                reasons.append(str(error))
-        raise _refusal(spec, "; ".join(dict.fromkeys(reasons)))
-
-    def _with_worker(self, name: str, kind: str, source: str, deadline: float) -> Compiled:
-        """Compile in a worker, load here."""
-        with self._lock:
-            if name not in self._backends:
-                self._backends[name] = make_backend(name, self._vocabulary)
-        began = time.monotonic()
-        worker = self._worker()
-        deadline += time.monotonic() - began  # a worker's start is no request's fault
+    def _with_worker(self, spec: GrammarSpec, deadline: float) -> Compiled:
+        """Check and compile in a worker, load here."""
+        worker = self._worker(deadline)
         request = {
-            "backend": name,
-            "kind": kind,
-            "source": source,
+            "libraries": self._order,
+            "kind": spec.kind,
+            "source": spec.source,
             "max_bytes": MAX_COMPILED_BYTES,
         }
         try:
-            data = worker.compile(request, deadline)
+            name, kind, source, data = worker.compile(request, deadline)
         except _Killed:
             worker.kill()
             with self._lock:
-                self._num_starting += 1
-            threading.Thread(target=self._replace_worker, daemon=True).start()
-            raise schema.SchemaError(
-                "",
-                f"too complex: not compiled within {self._timeout_s:g} s"
-                if time.monotonic() >= deadline
-                else "too complex: the compiler gave up",
-            ) from None
-        except GrammarError:
+                self._num_alive -= 1
+            self._start_worker()
+            is_late = time.monotonic() >= deadline
+            reason = f"not compiled within {self._timeout_s:g} s" if is_late else "out of memory"
+            raise _refusal(spec, f"too complex: {reason}") from None
+        except GrammarError as error:
             self._give_back(worker)
-            raise
+            raise _refusal(spec, str(error)) from None
         self._give_back(worker)
-        return self._backends[name].load(kind, source, data)
-
-    def _worker(self) -> _Worker:
-        """One that is idle, or that is being started anyway, or a new one."""
         with self._lock:
-            while self._num_starting and not self._idle:
-                self._lock.wait()
-            if self._idle:
-                return self._idle.pop()
-        return _Worker(pack_vocabulary(self._vocabulary))
+            if name not in self._backends:
+                self._backends[name] = make_backend(name, self._vocabulary)
+            backend = self._backends[name]
+        return backend.load(kind, source, data)
 
-    def _replace_worker(self) -> None:
-        worker = None
+    def _worker(self, deadline: float) -> _Worker:
+        """One that is idle; starts one where fewer run than may."""
+        with self._lock:
+            is_short = not self._idle and self._num_alive < self._num_workers
+        if is_short:
+            self._start_worker()
+        with self._lock:
+            while not self._idle:
+                if not self._lock.wait(max(0.0, deadline - time.monotonic())):
+                    raise Overloaded("too many grammars are being compiled", retry_after_s=1)
+            return self._idle.pop()
+
+    def _start_worker(self) -> None:
+        """On a thread of its own: a start that takes long is waited for by who needs it."""
+        with self._lock:
+            self._num_alive += 1
+        threading.Thread(target=self._run_worker, name="stoker-grammar", daemon=True).start()
+
+    def _run_worker(self) -> None:
         try:
             worker = _Worker(pack_vocabulary(self._vocabulary))
-        finally:
+        except RuntimeError:
+            log.exception("a grammar worker does not start")
             with self._lock:
-                self._num_starting -= 1
-                self._lock.notify_all()
-            if worker is not None:
-                self._give_back(worker)
+                self._num_alive -= 1
+            return
+        self._give_back(worker)
 
     def _give_back(self, worker: _Worker) -> None:
         with self._lock:
@@ -310,55 +309,3 @@ class GrammarCompiler:
 
 def _refusal(spec: GrammarSpec, reason: str) -> RequestError:
     return RequestError(f"{spec.param}: {reason}", param=spec.param, code="invalid_grammar")
-
-
-def check_size(spec: GrammarSpec) -> None:
-    """Raise RequestError for a source that is too large or nested too deep to look at."""
-    size = len(spec.source.encode())
-    if size > MAX_SOURCE_BYTES:
-        raise _refusal(spec, f"{size} bytes, the limit is {MAX_SOURCE_BYTES}")
-    depth = deepest = 0
-    for char in spec.source:
-        if char in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in ")]}":
-            depth -= 1
-    if deepest > MAX_NESTING:
-        raise _refusal(spec, f"nested {deepest} deep, the limit is {MAX_NESTING}")
-
-
-def translate(spec: GrammarSpec, library: BackendName) -> tuple[str, str]:
-    """Kind and source as a library enforces them.
-
-    Raises:
-        schema.SchemaError: the source is wrong.
-        GrammarError: this library cannot enforce it.
-    """
-    reader: Callable[[str, BackendName], tuple[str, str]] = {
-        "json_schema": _json_schema,
-        "regex": _regex,
-        "choice": _choice,
-        "structural_tag": structural_tag.translate,
-        "ebnf": lambda source, _: ("ebnf", source),
-    }[spec.kind]
-    return reader(spec.source, library)
-
-
-def _json_schema(source: str, library: BackendName) -> tuple[str, str]:
-    return "json_schema", json.dumps(schema.rebuild(json.loads(source), library))
-
-
-def _regex(source: str, library: BackendName) -> tuple[str, str]:
-    try:
-        node = regex.anchored(regex.parse(source), search=False)
-    except GrammarError as error:
-        raise schema.SchemaError("", str(error)) from None
-    if library == "xgrammar" and regex.has_property(node):
-        raise GrammarError("Unicode properties cannot be enforced by xgrammar")
-    return "regex", regex.write(node)
-
-
-def _choice(source: str, library: BackendName) -> tuple[str, str]:
-    texts = json.loads(source)
-    return "regex", regex.write(regex.Alt(tuple(map(regex.literal, dict.fromkeys(texts)))))

@@ -14,11 +14,13 @@ import os
 import struct
 import sys
 import time
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from .api import Backend, Compiled, GrammarError, Vocabulary
+from .schema import SchemaError
+from .translate import check_nesting, translate
 
 NICENESS = 10  # the engine's own threads come first
 MAX_MEMORY = 4 << 30
@@ -115,6 +117,32 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def _serve(
+    request: dict[str, Any], vocabulary: Vocabulary, backends: dict[str, Backend]
+) -> tuple[dict[str, Any], bytes]:
+    """The answer to a request: the first library that enforces its source, or why none does."""
+    reasons: list[str] = []
+    try:
+        check_nesting(request["source"])
+        for name in request["libraries"]:
+            try:
+                kind, source = translate(request["kind"], request["source"], name)
+                if name not in backends:
+                    backends[name] = make_backend(name, vocabulary)
+                payload = backends[name].compile(kind, source)
+                if len(payload) > request["max_bytes"]:
+                    raise GrammarError(f"compiled, it takes {len(payload)} bytes: too many")
+                probe(backends[name].load(kind, source, payload), vocabulary)
+                return {"error": None, "library": name, "kind": kind, "source": source}, payload
+            except SchemaError:
+                raise
+            except (GrammarError, MemoryError, ImportError) as error:
+                reasons.append(str(error) or "out of memory")
+    except (SchemaError, RecursionError) as error:
+        reasons = [str(error)]
+    return {"error": "; ".join(dict.fromkeys(reasons))}, b""
+
+
 def main() -> None:
     """Serve standard input until it ends."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import it
@@ -130,23 +158,8 @@ def main() -> None:
             request = json.loads(read_frame(source))
         except EOFError:
             return
-        name, kind, text = request["backend"], request["kind"], request["source"]
-        payload = b""
-        try:
-            if name not in backends:
-                backends[name] = make_backend(name, vocabulary)
-            backend = backends[name]
-            payload = backend.compile(kind, text)
-            if len(payload) > request["max_bytes"]:
-                raise GrammarError(
-                    f"compiled, the grammar takes {len(payload)} bytes, "
-                    f"the limit is {request['max_bytes']}"
-                )
-            probe(backend.load(kind, text, payload), vocabulary)
-            reason = None
-        except (GrammarError, MemoryError, ImportError) as error:
-            reason, payload = str(error) or "out of memory", b""
-        write_frame(sink, json.dumps({"error": reason}).encode())
+        answer, payload = _serve(request, vocabulary, backends)
+        write_frame(sink, json.dumps(answer).encode())
         write_frame(sink, payload)
 
 
