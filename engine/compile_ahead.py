@@ -9,6 +9,8 @@ and all that it leaves is Triton's cache on disk. What it misses is compiled at 
 Runs on: loop, worker.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import hashlib
@@ -21,9 +23,12 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api.config import EngineConfig
+
+if TYPE_CHECKING:
+    from ..backends.triton.absent import Job
 
 MAX_PROCESSES = 16
 MAX_WAIT_S = 60.0
@@ -59,8 +64,21 @@ class Ahead:
         self._process.wait()
 
 
+_begun: dict[str, Ahead] = {}
+
+
 def start(config: EngineConfig) -> Ahead | None:
-    """Begin to compile, if a CUDA device will serve and its kernels are not known to be cached."""
+    """Begin to compile, if a CUDA device will serve and its kernels are not known to be cached.
+
+    May be called ahead of the engine's own call, which then gets the process that runs.
+    """
+    settings = json.dumps(_settings(config))
+    if settings not in _begun and (ahead := _start(config)) is not None:
+        _begun[settings] = ahead
+    return _begun.get(settings)
+
+
+def _start(config: EngineConfig) -> Ahead | None:
     if config.backend not in ("auto", "cuda") or importlib.util.find_spec("triton") is None:
         return None
     device = _first_cuda_device()
@@ -116,11 +134,10 @@ def _marker(config: EngineConfig, device: Device) -> Path:
     return cache / f"stoker-{digest.hexdigest()[:32]}"
 
 
-def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> int:
-    """Compile what an engine of this configuration launches; returns how many kernels.
+def find_jobs(config: EngineConfig, device: Device) -> list[Job]:
+    """The kernels that an engine of this configuration launches, the longest first.
 
-    Raises:
-        RuntimeError: a process failed.
+    For a process of its own: it takes torch's compiler away.
     """
     import torch
 
@@ -141,8 +158,11 @@ def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> i
         backend = registry.assemble(cuda, runtime, overrides)
         for step in builder.walk(backend, runtime.captured):
             step()
-    # The longest first, as far as their sources tell, so that the last to end is a short one.
-    jobs = sorted(found.values(), key=lambda job: -len(job.source.fn.src))
+    return sorted(found.values(), key=lambda job: -len(job.source.fn.src))
+
+
+def compile_all(jobs: list[Job], num_processes: int) -> None:
+    """Compile kernels in forks of this process. RuntimeError if one fails."""
     queue, numbers = os.pipe()
     os.write(numbers, b"".join(i.to_bytes(2, "big") for i in range(len(jobs))))
     os.close(numbers)
@@ -157,14 +177,14 @@ def compile_steps(config: EngineConfig, device: Device, num_processes: int) -> i
     failed = [child for child in children if os.waitpid(child, 0)[1]]
     if failed:
         raise RuntimeError(f"{len(failed)} of {num_processes} processes failed")
-    return len(jobs)
 
 
 def main() -> None:
     """The process that `start` begins."""
     order = json.loads(sys.stdin.buffer.read())
     config, device = EngineConfig(**order["config"]), Device(*order["device"])
-    compile_steps(config, device, max(1, min(MAX_PROCESSES, os.cpu_count() or 1) - 1))
+    num_processes = max(1, min(MAX_PROCESSES, os.cpu_count() or 1) - 1)
+    compile_all(find_jobs(config, device), num_processes)
     marker = _marker(config, device)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()

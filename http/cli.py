@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..engine import compile_ahead
 from ..engine.api.config import EngineConfig
 from ..engine.api.errors import EngineError, StokerError
 from .logs import set_up_logging
@@ -107,6 +108,7 @@ def _add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
+    compile_ahead.start(config)  # while the rest is imported
     from .app import serve
     from .connection import listen, tls
 

@@ -22,14 +22,14 @@ from .flash import (
 
 SHARED_TILES = {
     "sm_80": Tile(64, 64, 4, 3),
-    "sm_90": Tile(64, 64, 4, 3),
+    "sm_90": Tile(64, 64, 4, 4),
     "sm_100": Tile(64, 64, 4, 3),
     "gfx942": Tile(64, 32, 4, 1),
     "gfx950": Tile(64, 64, 4, 2),
 }
 SHARED_QUERIES = 64  # (rows x heads) of a program, at most where a row has no more
 MIN_SHARED_CHUNK = tl.constexpr(128)
-PROGRAMS_PER_CORE = 2
+PROGRAMS_PER_CORE = 1  # each split more is a partial result more to merge
 MAX_SPLITS = 16
 
 
