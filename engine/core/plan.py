@@ -118,8 +118,6 @@ class StepResult:
         logprobs: of the sampled tokens [rows], where any row asked for them.
         prompt_logprobs: row to the log-probabilities of its score_tokens, [q_len] positions (the
             entry of a -1 means nothing).
-        forced: masked row to the tokens that its grammar forces behind the sampled one; they are
-            known without being computed and have no log-probabilities.
     """
 
     step: int
@@ -128,4 +126,3 @@ class StepResult:
     seconds: float = 0.0
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)

@@ -551,7 +551,6 @@ class Scheduler:
         finite = result.is_finite.tolist()
         sampled = result.tokens.tolist()
         samples = step.samples.tolist()
-        forced = result.forced
         rows = zip(step.requests, sampled, samples, finite, strict=True)
         for row, (request, token, is_sampled, is_finite) in enumerate(rows):
             if request.finish_reason is not None:
@@ -564,15 +563,12 @@ class Scheduler:
                 self._commit_prompt(request, step, row, result)
             if not is_sampled:
                 continue
-            token_ids: tuple[int, ...] = (token,)
             reason: FinishReason | None = None
             tokens = request.tokens
             tokens.append(token)
             if token in request.stop_token_ids or len(tokens) >= request.limit:
                 reason = request.end_at(token)
-            if row in forced and reason is None:
-                reason, token_ids = self._force(request, token, forced[row])
-            num_generated += len(token_ids)
+            num_generated += 1
             logprobs = prompt_logprobs = None
             if request.wants_logprobs:
                 logprobs, prompt_logprobs = logprobs_of_row(request, result, row)
@@ -582,10 +578,10 @@ class Scheduler:
                     (
                         request.request_id,
                         request.choice,
-                        token_ids,
+                        (token,),
                         logprobs,
                         reason,
-                        token_ids[-1] if reason == "stop" else None,
+                        token if reason == "stop" else None,
                         request.num_cached,
                         prompt_logprobs,
                         request.queue_s,
@@ -593,28 +589,11 @@ class Scheduler:
                 )
             )
             if not request.slot:
-                self.waiting.num_tokens += len(token_ids)
+                self.waiting.num_tokens += 1
             if reason is not None:
                 self._end(request, reason)
         self._generated_tokens += num_generated
         return self.drain_facts()
-
-    def _force(
-        self, request: Request, token: int, forced: tuple[int, ...]
-    ) -> tuple[FinishReason | None, tuple[int, ...]]:
-        """Append what a grammar forces behind a token, up to the request's end."""
-        reason: FinishReason | None = None
-        token_ids = [token]
-        for each in forced:
-            token_ids.append(each)
-            request.tokens.append(each)
-            reason = request.end_at(each)
-            if reason is not None:
-                break
-        if slot := request.slot:
-            self.slots.length[slot] = len(request.tokens)
-            self.slots.last_token[slot] = token_ids[-1]
-        return reason, tuple(token_ids)
 
     def _commit_prompt(
         self, request: Request, step: LaunchedStep, row: int, result: StepResult

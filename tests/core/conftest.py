@@ -55,21 +55,13 @@ def expected_output(add: Add, choice: int, max_tokens: int | None = None) -> tup
     limit = add.max_tokens if max_tokens is None else max_tokens
     while len(output) < limit:
         token = sample(total, seed, len(tokens))
-        for each in (token, *forced_by(add.grammar, token))[: limit - len(output)]:
-            tokens.append(each)
-            output.append(each)
-            h = mix(h, each)
-            total = (total + h) & MASK
-            if each in add.stop_token_ids and len(output) >= add.params.min_tokens:
-                return output, "stop"
+        tokens.append(token)
+        output.append(token)
+        h = mix(h, token)
+        total = (total + h) & MASK
+        if token in add.stop_token_ids and len(output) >= add.params.min_tokens:
+            return output, "stop"
     return output, "length"
-
-
-def forced_by(grammar: int | None, token: int) -> tuple[int, ...]:
-    """A grammar is a number here: so many tokens are forced behind each that 3 divides."""
-    if grammar is None or token % 3:
-        return ()
-    return tuple((token + i) % VOCAB for i in range(1, grammar + 1))
 
 
 class Device:
@@ -110,7 +102,7 @@ class Device:
             assert length < plan.kv_lens[members].min()
         tokens = np.full(rows, -1, np.int32)
         finite = np.ones(rows, np.bool_)
-        scores, forced = {}, {}
+        scores = {}
         masked = [
             row
             for row, slot in enumerate(plan.slots.tolist())
@@ -139,14 +131,12 @@ class Device:
             if plan.samples[row]:
                 total = int(self._kv(slot, kv_len).sum(dtype=np.uint64))
                 tokens[row] = self.last_token[slot] = sample(total, admission.seed, kv_len)
-                forced[row] = forced_by(admission.grammar, int(tokens[row]))
             if admission.seed in self.nan_seeds:
                 finite[row] = False
             if plan.prompt_logprobs[row] >= 0:
                 scores[row] = logprobs_of(plan.score_tokens[row], int(plan.prompt_logprobs[row]))
         logprobs = logprobs_of(tokens, 5)
-        forced = {row: ids for row, ids in forced.items() if ids}
-        return StepResult(plan.step, tokens, finite, 0.0, logprobs, scores, forced)
+        return StepResult(plan.step, tokens, finite, 0.0, logprobs, scores)
 
     def _kv(self, slot: int, n: int) -> np.ndarray:
         pages = self.table[slot, : -(-n // self.page_size)]
@@ -353,7 +343,7 @@ def random_engine(seed: int, **kw) -> Engine:
                 stop=rng.sample(range(VOCAB), rng.choice([0, 0, 2])),
                 namespace=namespace,
                 prompt_logprobs=rng.choice([None, None, None, 1]),
-                grammar=rng.choice([None, None, 0, 2]),
+                grammar=rng.choice([None, 0]),
                 priority=rng.choice([0, 0, 3, -1]),
                 client=rng.choice("ab"),
                 pin=rng.choice([0, 0, 0, 1]),

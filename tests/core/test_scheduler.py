@@ -652,36 +652,6 @@ def test_a_chunk_that_does_not_sample_is_not_masked(make_engine, overlap):
     assert [plan.masked.tolist() for plan in engine.plans] == [[], [], [0], [0]]
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 12))
-@pytest.mark.parametrize("max_step_tokens", [2, 32])
-def test_forced_tokens_save_steps(make_engine, overlap, max_tokens, max_step_tokens):
-    engine = make_engine(overlap=overlap, max_step_tokens=max_step_tokens)
-    engine.add([3, 6, 9], max_tokens=max_tokens, grammar=4, seed=5)
-    engine.run()
-    engine.assert_outputs()
-    engine.assert_drained()
-    samples = sum(plan.samples.sum() for plan in engine.plans)
-    facts = [fact for fact in engine.facts if isinstance(fact, Tokens)]
-    assert samples == len(facts) and sum(len(fact.token_ids) for fact in facts) == max_tokens
-    assert max_tokens < 9 or samples < max_tokens
-
-
-def test_a_stop_among_forced_tokens_ends_there(make_engine, expected_output, overlap):
-    engine = make_engine(overlap=overlap)
-    output, _ = expected = expected_output(
-        engine.add([3, 6, 9], max_tokens=20, grammar=4, seed=5), 0
-    )
-    at = next(i for i, token in enumerate(output) if not token % 3)
-    stop = output[at + 2]
-    assert stop not in output[: at + 2]
-    engine.run()
-    engine.add([3, 6, 9], max_tokens=20, grammar=4, seed=5, stop=[stop])
-    engine.run()
-    assert tokens_of(engine, 2) == expected[0][: at + 3] and engine.reasons[2, 0] == "stop"
-    last = [fact for fact in engine.facts if isinstance(fact, Tokens)][-1]
-    assert last.stop_token_id == stop and last.token_ids == tuple(output[at : at + 3])
-
-
 # ---- log-probabilities ---------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def machine(core):
             stop=st.sets(st.integers(0, core.VOCAB - 1), max_size=2),
             namespace=st.integers(0, 1),
             prompt_logprobs=st.sampled_from([None, None, 2]),
-            grammar=st.sampled_from([None, None, 0, 3]),
+            grammar=st.sampled_from([None, 0]),
             priority=st.integers(-1, 2),
             client=st.sampled_from("ab"),
             pin=st.integers(0, 1),
