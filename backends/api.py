@@ -394,7 +394,6 @@ class DeviceRuntime(Protocol):
     is_async: bool  # launches return before the work is done, so steps can overlap
     has_graphs: bool
     default_page_size: int
-    collectives: str  # "gloo" | "nccl" | "xccl"
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes."""

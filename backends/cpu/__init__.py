@@ -30,7 +30,6 @@ class CpuRuntime:
     is_async = False
     has_graphs = False
     default_page_size = 16
-    collectives = "gloo"
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

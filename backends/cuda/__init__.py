@@ -33,7 +33,6 @@ class CudaRuntime:
     is_async = True
     has_graphs = True
     default_page_size = 64  # from 64 on, attention reads pages by tensor descriptors
-    collectives = "nccl"
 
     def __init__(self, index: int = 0) -> None:
         if torch.version.hip is not None:

@@ -305,7 +305,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         separator="\n",
     ),
 }
-_HERMES = TOOL_FORMATS["hermes"]
 
 
 @dataclass(frozen=True)

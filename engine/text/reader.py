@@ -172,14 +172,6 @@ class Reader:
 
     # --- pieces of text ---
 
-    def peek(self) -> Steps[str]:
-        """The next character; "" at the end."""
-        while self.at >= len(self.text):
-            if self.is_closed:
-                return ""
-            yield
-        return self.text[self.at]
-
     def skip_spaces(self) -> Steps[str]:
         """Read whitespace. Returns the character after it."""
         while True:
