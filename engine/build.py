@@ -78,11 +78,11 @@ class Builder:
             self.files = model_files.resolve(
                 self.config.model, needs_weights=self.config.load_format != "dummy"
             )
-        longest = self.files.config.max_position_embeddings
+        longest = self.files.config.longest_context
         asked = self.config.max_model_len
         if asked is not None and asked > longest:
             raise StartError(f"--max-model-len {asked} is more than the model's own {longest}")
-        self.max_model_len = asked or longest
+        self.max_model_len = asked or self.files.config.max_position_embeddings
         self.model_name = self.files.name
         self.vocab_size = self.files.config.vocab_size
         self.default_sampling: dict[str, Any] = dict(self.files.generation)

@@ -1,17 +1,24 @@
-"""The README tells the truth: its table of settings, its commands, its Python.
+"""The README tells the truth: its tables of settings and models, its commands, its Python.
 
-`python tests/test_readme.py` writes the table anew.
+`python tests/test_readme.py` writes the tables anew.
 """
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
+from stoker.engine import support
 from stoker.http.cli import _parser
 from stoker.http.settings import ServerConfig
 
 README = Path(__file__).parents[1] / "README.md"
-TABLE = re.compile(r"(<!-- settings: .*? -->\n).*?(<!-- end of settings -->)", re.DOTALL)
+
+
+def marked(name: str) -> re.Pattern:
+    """A generated part of the README: its first line, what it holds, its last line."""
+    return re.compile(rf"(<!-- {name}: .*? -->\n)(.*?)(<!-- end of {name} -->)", re.DOTALL)
 
 
 def settings_table() -> str:
@@ -26,10 +33,20 @@ def settings_table() -> str:
     return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
-def test_the_settings_are_those_of_the_code():
-    written = TABLE.search(README.read_text())
-    assert written and written[0] == written[1] + settings_table() + written[2], (
-        "the README's settings are stale: run `python tests/test_readme.py`"
+def models_table() -> str:
+    """A row for each family of models, as `stoker models` prints it."""
+    rows = [support.COLUMNS, ("---",) * len(support.COLUMNS), *support.rows()]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+TABLES = {"settings": settings_table, "models": models_table}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_are_those_of_the_code(name):
+    written = marked(name).search(README.read_text())
+    assert written and written[2] == TABLES[name](), (
+        f"the README's {name} are stale: run `python tests/test_readme.py`"
     )
 
 
@@ -55,4 +72,8 @@ def test_the_python_is_valid():
 
 
 if __name__ == "__main__":
-    README.write_text(TABLE.sub(lambda m: m[1] + settings_table() + m[2], README.read_text()))
+    text = README.read_text()
+    for name, table in TABLES.items():
+        new = table()
+        text = marked(name).sub(lambda m, new=new: m[1] + new + m[3], text)
+    README.write_text(text)

@@ -110,13 +110,13 @@ class Linear:
             self._weight = self._bias = None  # the packed form is all that stays
 
 
-class Norm:
-    """The weight of an RMS norm; 1 + weight in float32 where plus_one."""
+class RMSNorm:
+    """x / rms(x) * weight; times 1 + weight in float32 where plus_one."""
 
-    def __init__(self, name: str, size: int, plus_one: bool, parameters: Parameters):
+    def __init__(self, name: str, size: int, config: ModelConfig, parameters: Parameters):
         self.weight: Tensor = torch.empty(0)
-        self._plus_one = plus_one
-        self._parameters = parameters
+        self._eps, self._plus_one = config.norm_eps, config.norm_plus_one
+        self._ops, self._parameters = parameters.ops, parameters
         parameters.expect(f"{name}.weight", (size,), self._put)
 
     def _put(self, tensor: Tensor) -> None:
@@ -125,19 +125,95 @@ class Norm:
         else:
             self.weight = tensor.to(self._parameters.device, self._parameters.dtype, copy=True)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Over the last dimension of [num_tokens, size]."""
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """residual += x, in place, then its norm, in x's type."""
+        if x is None:
+            return self(residual)
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+
+    def linear(self, residual: Tensor, packed: Any, out_dtype: torch.dtype) -> Tensor:
+        """A linear of the norm."""
+        return self._ops.norm_linear(residual, self.weight, self._eps, packed, out_dtype)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016), in float32, by plain torch."""
+
+    def __init__(self, name: str, size: int, config: ModelConfig, parameters: Parameters):
+        self._size, self._eps = size, config.norm_eps
+        self._ops, self._parameters = parameters.ops, parameters
+        self._weight: Tensor = torch.empty(0)
+        self._bias: Tensor | None = None
+        parameters.expect(f"{name}.weight", (size,), self._put)
+        if config.norm_bias:
+            parameters.expect(f"{name}.bias", (size,), self._put_bias)
+
+    def _put(self, tensor: Tensor) -> None:
+        self._weight = tensor.to(self._parameters.device, torch.float32, copy=True)
+
+    def _put_bias(self, tensor: Tensor) -> None:
+        self._bias = tensor.to(self._parameters.device, torch.float32, copy=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Over the last dimension of [num_tokens, size], in the model's type."""
+        y = F.layer_norm(x.float(), (self._size,), self._weight, self._bias, self._eps)
+        return y.to(self._parameters.dtype)
+
+    def add(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """residual += x, in place, then its norm."""
+        return self(residual if x is None else residual.add_(x))
+
+    def linear(self, residual: Tensor, packed: Any, out_dtype: torch.dtype) -> Tensor:
+        """A linear of the norm."""
+        return self._ops.linear(self(residual), packed, out_dtype)
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+class HeadNorms:
+    """A layer norm of each head with a weight of its own (Command R+, StableLM 2).
+
+    Args:
+        name: of the tensor [num_heads, head_dim]; of each head's [head_dim] where it has "{head}".
+    """
+
+    def __init__(self, name: str, num_heads: int, config: ModelConfig, parameters: Parameters):
+        dim = config.head_dim
+        self._eps = config.norm_eps
+        self._weight = torch.empty(num_heads, dim, device=parameters.device)
+        if "{head}" in name:
+            for head in range(num_heads):
+                row = self._weight[head]
+                parameters.expect(f"{name.format(head=head)}.weight", (dim,), partial(_copy, row))
+        else:
+            parameters.expect(f"{name}.weight", (num_heads, dim), partial(_copy, self._weight))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, num_heads * head_dim], in x's type."""
+        heads = x.float().unflatten(1, self._weight.shape)
+        y = F.layer_norm(heads, self._weight.shape[1:], eps=self._eps) * self._weight
+        return y.flatten(1).to(x.dtype)
+
+
+def _copy(target: Tensor, tensor: Tensor) -> None:
+    target.copy_(tensor)
+
 
 class Embedding:
-    """Rows of a table [vocab, hidden], times a scale that is rounded to the model's type."""
+    """Rows of a table [vocab, hidden], times a scale."""
 
-    def __init__(
-        self, name: str, vocab_size: int, size: int, scale: float | None, parameters: Parameters
-    ):
+    def __init__(self, name: str, config: ModelConfig, parameters: Parameters):
         self.weight: Tensor = torch.empty(0)
-        self._scale = None
-        if scale is not None:
-            self._scale = torch.tensor(scale, dtype=parameters.dtype).item()
+        self._scale = config.embed_scale
+        if self._scale is not None and config.round_embed_scale:
+            self._scale = torch.tensor(self._scale, dtype=parameters.dtype).item()
         self._parameters = parameters
-        parameters.expect(f"{name}.weight", (vocab_size, size), self._put)
+        parameters.expect(f"{name}.weight", (config.vocab_size, config.hidden_size), self._put)
 
     def _put(self, tensor: Tensor) -> None:
         self.weight = tensor.to(self._parameters.device, self._parameters.dtype, copy=True)
@@ -156,20 +232,21 @@ class Attention:
         name: str,
         config: ModelConfig,
         window: int | None,
-        rope: Rope,
+        rope: Rope | None,
         parameters: Parameters,
     ):
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.spec = AttentionSpec(heads, kv_heads, dim, config.attention_scale, window)
+        self.spec = AttentionSpec(
+            heads, kv_heads, dim, config.attention_scale, window, config.attention_softcap
+        )
         self.rope = rope
-        self._eps = config.rms_norm_eps
+        self._eps = config.norm_eps
         self._ops = parameters.ops
+        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        if config.fused_qkv:
+            sizes = {"qkv_proj": sum(sizes.values())}
         self.qkv = Linear(
-            {
-                f"{name}.q_proj": heads * dim,
-                f"{name}.k_proj": kv_heads * dim,
-                f"{name}.v_proj": kv_heads * dim,
-            },
+            {f"{name}.{part}": size for part, size in sizes.items()},
             config.hidden_size,
             config.qkv_bias,
             parameters,
@@ -177,10 +254,23 @@ class Attention:
         self.out = Linear(
             {f"{name}.o_proj": config.hidden_size}, heads * dim, config.o_bias, parameters
         )
+        # Norms with one weight for all heads are the op's; others come before it.
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = Norm(f"{name}.q_norm", dim, config.norm_plus_one, parameters)
-            self.k_norm = Norm(f"{name}.k_norm", dim, config.norm_plus_one, parameters)
+        self._norms_before: list[tuple[slice, Callable[[Tensor], Tensor]]] = []
+        q_name, k_name = (f"{name}.{norm}" for norm in config.qk_norm_names)
+        if config.qk_norm == "head":
+            self.q_norm = RMSNorm(q_name, dim, config, parameters)
+            self.k_norm = RMSNorm(k_name, dim, config, parameters)
+        elif config.qk_norm is not None:
+            start = 0
+            for full_name, n in ((q_name, heads), (k_name, kv_heads)):
+                part = slice(start, start + n * dim)
+                if config.qk_norm == "each_head":
+                    norm: HeadNorms | RMSNorm = HeadNorms(full_name, n, config, parameters)
+                else:
+                    norm = RMSNorm(full_name, n * dim, config, parameters)
+                self._norms_before.append((part, norm))
+                start += n * dim
 
     def __call__(self, qkv: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
         """What lies between the two linears; new keys and values go to the cache.
@@ -188,6 +278,8 @@ class Attention:
         Returns:
             [num_tokens, num_heads * head_dim].
         """
+        for part, norm in self._norms_before:
+            qkv[:, part] = norm(qkv[:, part])
         q = self._ops.write_qkv(
             qkv,
             meta,
@@ -202,14 +294,26 @@ class Attention:
 
 
 class MLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
     def __init__(self, name: str, config: ModelConfig, parameters: Parameters):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = Linear(
-            {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden, bias, parameters
-        )
-        self.down = Linear({f"{name}.down_proj": hidden}, inner, bias, parameters)
+        *into, out = config.mlp_names
+        self.is_gated = config.gated_mlp
+        size = (2 if self.is_gated else 1) * inner // len(into)
+        self.gate_up = Linear({f"{name}.{n}": size for n in into}, hidden, bias, parameters)
+        self.down = Linear({f"{name}.{out}": hidden}, inner, bias, parameters)
+        self._ops, self._activation = parameters.ops, config.activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] to [num_tokens, hidden]."""
+        ops, is_silu = self._ops, self._activation == "silu"
+        x = ops.linear(x, self.gate_up.packed)
+        if self.is_gated:
+            x = ops.silu_and_mul(x) if is_silu else ops.gelu_and_mul(x)
+        else:
+            x = F.silu(x) if is_silu else F.gelu(x, approximate="tanh")
+        return ops.linear(x, self.down.packed)
 
 
 class MixtureOfExperts:
@@ -258,7 +362,7 @@ class MixtureOfExperts:
 
 
 class DecoderLayer:
-    """Attention and MLP or experts, a norm before each, and in a sandwich after each as well.
+    """Attention and MLP or experts, with norms where the config has them.
 
     Args:
         moe: the experts that take the MLP's place, or None.
@@ -269,53 +373,56 @@ class DecoderLayer:
         name: str,
         config: ModelConfig,
         window: int | None,
-        rope: Rope,
+        rope: Rope | None,
         moe: MoEConfig | None,
         parameters: Parameters,
     ):
-        self._ops, self._eps = parameters.ops, config.rms_norm_eps
-        self._whole = None if moe else getattr(parameters.ops, "decoder_layer", None)
-        self._weights: LayerWeights | None = None
+        self._ops, self._dtype, self._config = parameters.ops, parameters.dtype, config
         self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
-        self._activation = config.activation
-        self._mlp: MLP | None = None
-        self._experts: MixtureOfExperts | None = None
+        self._mlp: MLP | MixtureOfExperts
         if moe is None:
             self._mlp = MLP(f"{name}.mlp", config, parameters)
         else:
-            self._experts = MixtureOfExperts(f"{name}.{moe.block}", config, moe, parameters)
-
-        def norm(which: str) -> Norm:
-            return Norm(f"{name}.{which}", config.hidden_size, config.norm_plus_one, parameters)
-
-        self._input_norm = norm("input_layernorm")
-        self._after_attention = self._after_mlp = None
-        if config.sandwich_norms:
-            self._after_attention = norm("post_attention_layernorm")
-            self._mlp_norm = norm("pre_feedforward_layernorm")
-            self._after_mlp = norm("post_feedforward_layernorm")
-        else:
-            self._mlp_norm = norm("post_attention_layernorm")
+            self._mlp = MixtureOfExperts(f"{name}.{moe.block}", config, moe, parameters)
+        kind, size = NORMS[config.norm], config.hidden_size
+        self._norms = tuple(
+            None if norm is None else kind(f"{name}.{norm}", size, config, parameters)
+            for norm in config.layer_norms
+        )
+        self._parallel = config.parallel
+        self._weights: LayerWeights | None = None  # of a layer that the fused ops cover
+        self._whole: Any = None
 
     def finish(self) -> None:
         """Collect the weights, once all are loaded."""
         attention, mlp = self.attention, self._mlp
-        self._weights = LayerWeights(
-            spec=attention.spec,
-            rope=attention.rope,
-            eps=self._eps,
-            activation=self._activation,
-            input_norm=self._input_norm.weight,
-            qkv=attention.qkv.packed,
-            q_norm=_weight(attention.q_norm),
-            k_norm=_weight(attention.k_norm),
-            out=attention.out.packed,
-            attention_out_norm=_weight(self._after_attention),
-            mlp_norm=self._mlp_norm.weight,
-            gate_up=mlp.gate_up.packed if mlp else None,
-            down=mlp.down.packed if mlp else None,
-            mlp_out_norm=_weight(self._after_mlp),
-        )
+        before, after, before_mlp, after_mlp = self._norms
+        if (
+            self._config.qk_norm in (None, "head")
+            and isinstance(mlp, MLP)
+            and mlp.is_gated
+            and isinstance(before, RMSNorm)
+            and isinstance(before_mlp, RMSNorm)
+            and not isinstance(after, LayerNorm)
+            and not isinstance(after_mlp, LayerNorm)
+        ):
+            self._weights = LayerWeights(
+                spec=attention.spec,
+                rope=attention.rope,
+                eps=self._config.norm_eps,
+                activation=self._config.activation,
+                input_norm=before.weight,
+                qkv=attention.qkv.packed,
+                q_norm=_weight(attention.q_norm),
+                k_norm=_weight(attention.k_norm),
+                out=attention.out.packed,
+                attention_out_norm=_weight(after),
+                mlp_norm=before_mlp.weight,
+                gate_up=mlp.gate_up.packed,
+                down=mlp.down.packed,
+                mlp_out_norm=_weight(after_mlp),
+            )
+            self._whole = getattr(self._ops, "decoder_layer", None)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: LayerCache
@@ -329,10 +436,9 @@ class DecoderLayer:
             What is left to be added: a sum that is cheaper together with the next norm.
         """
         ops, w = self._ops, self._weights
-        assert w is not None
-        if self._whole is not None:
+        if w is not None and self._whole is not None:
             return self._whole(x, residual, w, meta, cache)
-        if self._experts is None and (w.attention_out_norm is None or w.mlp_out_norm is None):
+        if w is not None and w.attention_out_norm is None and w.mlp_out_norm is None:
             if x is not None:
                 residual += x
             qkv = ops.norm_linear(residual, w.input_norm, w.eps, w.qkv)
@@ -340,24 +446,27 @@ class DecoderLayer:
             x = ops.norm_gated_linear(residual, w.mlp_norm, w.eps, w.gate_up, w.activation)
             ops.linear_add(x, w.down, residual)
             return None
-        if x is None:
-            x = ops.rms_norm(residual, w.input_norm, w.eps)
-        else:
-            x = ops.add_rms_norm(x, residual, w.input_norm, w.eps)
-        x = ops.linear(self.attention(ops.linear(x, w.qkv), meta, cache), w.out)
-        if w.attention_out_norm is not None:
-            x = ops.rms_norm(x, w.attention_out_norm, w.eps)
-        x = ops.add_rms_norm(x, residual, w.mlp_norm, w.eps)
-        if self._experts is not None:
-            x = self._experts(x)
-        else:
-            x = ops.linear(x, w.gate_up)
-            x = ops.silu_and_mul(x) if w.activation == "silu" else ops.gelu_and_mul(x)
-            x = ops.linear(x, w.down)
-        return x if w.mlp_out_norm is None else ops.rms_norm(x, w.mlp_out_norm, w.eps)
+        before, after, before_mlp, after_mlp = self._norms
+        x = normed = self._add_norm(before, x, residual)
+        qkv = ops.linear(x, self.attention.qkv.packed)
+        x = ops.linear(self.attention(qkv, meta, cache), self.attention.out.packed)
+        if after is not None:
+            x = after(x)
+        if self._parallel:
+            return x.add_(self._mlp(normed))
+        x = self._mlp(self._add_norm(before_mlp, x, residual))
+        return x if after_mlp is None else after_mlp(x)
+
+    def _add_norm(
+        self, norm: RMSNorm | LayerNorm | None, x: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """residual += x, in place; then its norm, or its value in the model's type."""
+        if norm is not None:
+            return norm.add(x, residual)
+        return (residual if x is None else residual.add_(x)).to(self._dtype)
 
 
-def _weight(norm: Norm | None) -> Tensor | None:
+def _weight(norm: RMSNorm | None) -> Tensor | None:
     return None if norm is None else norm.weight
 
 
@@ -386,27 +495,26 @@ class Decoder:
         self.shapes: Mapping[str, tuple[int, ...]] = parameters.shapes
         self._embedding = Embedding(
             "model.embed_tokens",
-            config.vocab_size,
-            config.hidden_size,
-            config.embed_scale,
+            config,
             parameters,
         )
         length = max_positions or config.max_position_embeddings
         rope = local_rope = rope_table(config.rope, length, device)
         if config.local_rope is not None:
             local_rope = rope_table(config.local_rope, length, device)
+        rotates = config.rotates or (True,) * config.num_layers
         self._layers = [
             DecoderLayer(
                 f"model.layers.{layer}",
                 config,
                 window,
-                rope if window is None else local_rope,
+                (rope if window is None else local_rope) if rotates[layer] else None,
                 config.moe if config.moe is not None and config.moe.layers[layer] else None,
                 parameters,
             )
             for layer, window in enumerate(config.windows)
         ]
-        self._norm = Norm("model.norm", config.hidden_size, config.norm_plus_one, parameters)
+        self._norm = NORMS[config.norm]("model.norm", config.hidden_size, config, parameters)
         self._head: Linear | None = None
         self._tied_head: Any = None
         if not config.tie_word_embeddings:
@@ -452,27 +560,37 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [n, vocab] of chosen rows of the hidden states [n, hidden]."""
         head = self._tied_head if self._head is None else self._head.packed
-        logits = self._ops.norm_linear(
-            hidden, self._norm.weight, self.config.rms_norm_eps, head, torch.float32
-        )
+        logits = self._norm.linear(hidden, head, torch.float32)
+        if self.config.logit_scale is not None:
+            logits *= self.config.logit_scale
         softcap = self.config.logit_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def rope_table(config: RopeConfig, length: int, device: torch.device) -> Rope:
-    """Cosines and sines of the positions 0 to length - 1."""
+    """Cosines and sines of the positions 0 to length - 1.
+
+    One table serves every context, so that cached keys stay valid: longrope and dynamic scale by
+    the longest context that is served, not by each request's own length.
+    """
     positions = torch.arange(length, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(config).to(device))
+    angles = torch.outer(positions, inverse_frequencies(config, length).to(device))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    return Rope(cos_sin.mul_(config.attention_factor), config.rotary_dim)
+    return Rope(cos_sin.mul_(config.attention_factor), config.rotary_dim, config.interleaved)
 
 
-def inverse_frequencies(config: RopeConfig) -> Tensor:
+def inverse_frequencies(config: RopeConfig, length: int) -> Tensor:
     """Float32 [rotary_dim / 2] radians per position: theta^(-2i / rotary_dim), then scaled.
+
+    Args:
+        length: the longest context, in tokens.
 
     Sources: linear, Chen et al. 2023; yarn, Peng et al. 2023 (section 3.2); llama3, the Llama 3.1
     release: wavelengths above original / low_freq_factor are divided by factor, those below
-    original / high_freq_factor stay, those in between are interpolated.
+    original / high_freq_factor stay, those in between are interpolated; longrope, Ding et al.
+    2024: other divisors beyond the original context; dynamic, "NTK-aware" scaling (bloc97 and
+    emozilla 2023): beyond the original context theta grows, so that the slowest dimension turns
+    as far as it did.
     """
     dim = config.rotary_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -482,6 +600,12 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
             return frequencies / config.factor
         case "factors":
             return frequencies / torch.tensor(config.factors)
+        case "longrope":
+            is_long = length > config.original_max_positions
+            return frequencies / torch.tensor(config.factors if is_long else config.short_factors)
+        case "dynamic" if length > config.original_max_positions:
+            stretch = config.factor * length / config.original_max_positions - (config.factor - 1)
+            return 1.0 / (config.theta * stretch ** (dim / (dim - 2))) ** exponents
         case "llama3":
             rotations = config.original_max_positions * frequencies / (2 * math.pi)
             low, high = config.low_freq_factor, config.high_freq_factor

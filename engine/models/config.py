@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...backends.api import RouterSpec
 from ..api.errors import StartError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,11 @@ class RopeConfig:
 
     Attributes:
         rotary_dim: how many leading dimensions of a head rotate.
-        factors: [rotary_dim / 2] divisors of the frequencies, where kind is "factors" (GGUF).
-        attention_factor: multiplies cosines and sines (yarn).
+        factors: [rotary_dim / 2] divisors of the frequencies, where kind is "factors" (GGUF), or
+            "longrope" and the served context is longer than the original.
+        short_factors: those where it is not.
+        attention_factor: multiplies cosines and sines (yarn, longrope).
+        interleaved: neighbouring pairs rotate, not two halves.
     """
 
     rotary_dim: int
@@ -38,6 +41,8 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,18 @@ class MoEConfig:
             )
 
 
+class LayerNorms(NamedTuple):
+    """Names of a layer's norms; None where there is no norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+PRE_NORMS = LayerNorms()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder as the blocks build it.
@@ -73,10 +90,23 @@ class ModelConfig:
         dtype: the type that the weights were saved in, "bfloat16", "float16" or "float32".
         windows: per layer the sliding window in tokens, None where a layer sees all.
         rope: of the layers that see all, and of the others too unless local_rope is set.
+        rotates: per layer whether it has a rotary embedding; empty for all.
         attention_scale: multiplies q k^T.
-        embed_scale: multiplies embeddings, rounded to the model's type first.
+        attention_softcap: attention logits become softcap * tanh(logits / softcap).
+        gated_mlp: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
+        mlp_names: of the projections in; gate and up may lie in one tensor; and of the one out.
+        fused_qkv: q, k and v lie in one tensor, qkv_proj.
+        norm: "rms" or "layer" for the norms of the residual stream.
+        norm_bias: layer norms add a bias.
         norm_plus_one: RMS norms multiply by 1 + weight, in float32 (Gemma).
-        sandwich_norms: a norm after attention and MLP as well as before (Gemma).
+        layer_norms: where a layer's norms are.
+        parallel: attention and MLP have the same input, and both are added to it.
+        qk_norm: RMS norms of q and k over each head ("head") or over all heads at once
+            ("projection"), or layer norms with a weight for each head ("each_head").
+        qk_norm_names: of those norms; "{head}" where each head has a tensor of its own.
+        embed_scale: multiplies embeddings.
+        round_embed_scale: it is rounded to the model's type first (Gemma).
+        logit_scale: multiplies logits.
         logit_softcap: logits become softcap * tanh(logits / softcap).
         moe: None where every layer has one MLP.
     """
@@ -92,22 +122,40 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     attention_scale: float
     rope: RopeConfig
     windows: tuple[int | None, ...]
     local_rope: RopeConfig | None = None
+    rotates: tuple[bool, ...] = ()
+    attention_softcap: float | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    fused_qkv: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    gated_mlp: bool = True
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     norm_plus_one: bool = False
-    sandwich_norms: bool = False
+    layer_norms: LayerNorms = PRE_NORMS
+    parallel: bool = False
+    qk_norm: Literal["head", "each_head", "projection"] | None = None
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     embed_scale: float | None = None
+    round_embed_scale: bool = False
+    logit_scale: float | None = None
     logit_softcap: float | None = None
     moe: MoEConfig | None = None
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens, of which dynamic scaling allows more than the model was made for."""
+        if self.rope.kind != "dynamic":
+            return self.max_position_embeddings
+        return int(self.max_position_embeddings * self.rope.factor)
 
 
 class Fields:
@@ -162,21 +210,27 @@ class Family:
     """What one family of models differs in.
 
     Attributes:
+        features: what is special in it, in a few words, for `stoker models`.
         architectures: names in `architectures` of config.json.
         gguf: name in `general.architecture`, None where another family's name is used.
         defaults: values of fields that config.json may leave out (those of transformers).
         refine: changes the common config into the family's.
         ignored: prefixes of tensors that are left unread (a vision tower).
         renamed: prefixes of tensor names and what they become.
+        partial_rotary: the field partial_rotary_factor is honoured, else refused.
+        real_model: published weights that a test compares with transformers, too.
     """
 
     name: str
     architectures: tuple[str, ...]
     gguf: str | None
     refine: Callable[[ModelConfig, Fields], ModelConfig]
+    features: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    partial_rotary: bool = False
+    real_model: str | None = None
 
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -186,7 +240,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 
 
-def common(family: str, architecture: str, hf: Fields) -> ModelConfig:
+def common(family: Family, architecture: str, hf: Fields) -> ModelConfig:
     """The fields that all families share, from the fields of a config.json.
 
     Raises:
@@ -216,7 +270,7 @@ def common(family: str, architecture: str, hf: Fields) -> ModelConfig:
         raise StartError(f"model config: dtype {dtype!r:.80} is not supported")
     num_layers = hf.integer("num_hidden_layers")
     return ModelConfig(
-        family=family,
+        family=family.name,
         architecture=architecture,
         dtype=dtype,
         vocab_size=hf.integer("vocab_size"),
@@ -227,20 +281,23 @@ def common(family: str, architecture: str, hf: Fields) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=hf.integer("max_position_embeddings", 2048),
-        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
+        norm_eps=hf.number("rms_norm_eps", 1e-6),
         attention_scale=head_dim**-0.5,
-        rope=rope(hf, head_dim),
+        rope=rope(hf, head_dim, partial=family.partial_rotary),
         windows=(None,) * num_layers,
         activation=ACTIVATIONS[activation],
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
     )
 
 
-def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig:
+def rope(
+    hf: Fields, head_dim: int, layer_type: str | None = None, partial: bool = False
+) -> RopeConfig:
     """Rotary embedding from rope_parameters, or from rope_theta and rope_scaling (older files).
 
     Args:
         layer_type: which entry, where rope_parameters has one for each type of layer.
+        partial: partial_rotary_factor of the head's dimensions rotate, where it is given.
     """
     given = hf.table("rope_parameters")
     if layer_type is not None and isinstance(given.get(layer_type), Mapping):
@@ -249,21 +306,24 @@ def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig
     max_positions = hf.integer("max_position_embeddings", 2048)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     theta = fields.number("rope_theta", hf.number("rope_theta", 10_000.0))
-    for source in (fields, hf):
-        if source.get("partial_rotary_factor") not in (None, 1):
-            raise StartError("model config: partial_rotary_factor is not supported")
+    share = fields.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
+    if share != 1 and not partial:
+        raise StartError("model config: partial_rotary_factor is not supported")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise StartError(f"model config: {rotary_dim} of {head_dim} dimensions cannot rotate")
     original = hf.integer(
         "original_max_position_embeddings",
         fields.integer("original_max_position_embeddings", max_positions),
     )
     match kind:
         case "default":
-            return RopeConfig(head_dim, theta)
+            return RopeConfig(rotary_dim, theta)
         case "linear":
-            return RopeConfig(head_dim, theta, "linear", fields.number("factor"))
+            return RopeConfig(rotary_dim, theta, "linear", fields.number("factor"))
         case "llama3":
             return RopeConfig(
-                head_dim,
+                rotary_dim,
                 theta,
                 "llama3",
                 fields.number("factor"),
@@ -274,7 +334,7 @@ def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig
         case "yarn":
             factor = fields.number("factor", max_positions / original)
             return RopeConfig(
-                head_dim,
+                rotary_dim,
                 theta,
                 "yarn",
                 factor,
@@ -284,17 +344,40 @@ def rope(hf: Fields, head_dim: int, layer_type: str | None = None) -> RopeConfig
                 truncate=fields.flag("truncate", True),
                 attention_factor=_yarn_attention_factor(fields, factor),
             )
+        case "dynamic":
+            return RopeConfig(rotary_dim, theta, "dynamic", fields.number("factor"), max_positions)
+        case "longrope" | "su":  # su is its older name
+            factor = fields.number("factor", max_positions / original)
+            by_length = 1.0
+            if factor > 1:  # Ding et al. 2024
+                by_length = math.sqrt(1 + math.log(factor) / math.log(original))
+            return RopeConfig(
+                rotary_dim,
+                theta,
+                "longrope",
+                factor,
+                original,
+                attention_factor=fields.number("attention_factor", by_length),
+                factors=_factors(fields, "long_factor", rotary_dim),
+                short_factors=_factors(fields, "short_factor", rotary_dim),
+            )
         case "factors":
-            factors = tuple(float(f) for f in fields.get("factors"))
-            if len(factors) != head_dim // 2:
-                raise StartError(
-                    f"model config: {len(factors)} rope factors for {head_dim} dimensions"
-                )
-            return RopeConfig(head_dim, theta, "factors", factors=factors)
+            factors = _factors(fields, "factors", rotary_dim)
+            return RopeConfig(rotary_dim, theta, "factors", factors=factors)
     raise StartError(
         f"model config: rope type {kind!r:.80} is not supported; "
-        "there are default, linear, llama3, yarn"
+        "there are default, linear, llama3, yarn, longrope, dynamic"
     )
+
+
+def _factors(fields: Fields, key: str, rotary_dim: int) -> tuple[float, ...]:
+    values = fields.get(key)
+    if not isinstance(values, list | tuple) or len(values) != rotary_dim // 2:
+        raise StartError(
+            f"model config: {key} must be a list of {rotary_dim // 2} numbers, not {values!r:.80}"
+        )
+    numbers = Fields({f"{key}[{i}]": value for i, value in enumerate(values)})
+    return tuple(numbers.number(f"{key}[{i}]") for i in range(len(values)))
 
 
 def _yarn_attention_factor(fields: Fields, factor: float) -> float:

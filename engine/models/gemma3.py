@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..api.errors import StartError
 from .config import Family, Fields, ModelConfig, rope, windows_by_layer
+from .gemma2 import SANDWICH_NORMS
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
@@ -25,10 +26,11 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
         windows=windows_by_layer(hf, config.num_layers, sliding),
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         norm_plus_one=True,
-        sandwich_norms=True,
+        layer_norms=SANDWICH_NORMS,
         embed_scale=config.hidden_size**0.5,
+        round_embed_scale=True,
         logit_softcap=None if softcap is None else hf.number("final_logit_softcapping"),
     )
 
@@ -45,6 +47,7 @@ FAMILY = Family(
     ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     "gemma3",
     refine,
+    "sandwich norms, norms of q and k, 5 of 6 layers with a window and a rope of their own",
     defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -60,6 +63,7 @@ FAMILY = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    real_model="Gemma 3 270M",
     ignored=("vision_tower.", "model.vision_tower.", "multi_modal_projector.",
              "model.multi_modal_projector."),
     renamed={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",

@@ -14,4 +14,11 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=hf.flag("mlp_bias"))
 
 
-FAMILY = Family("llama", ("LlamaForCausalLM",), "llama", refine)
+FAMILY = Family(
+    "llama",
+    ("LlamaForCausalLM",),
+    "llama",
+    refine,
+    "biases where asked for",
+    real_model="SmolLM2 135M",
+)

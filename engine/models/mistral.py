@@ -14,14 +14,16 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     return replace(config, windows=(window,) * config.num_layers)
 
 
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
 FAMILY = Family(
     "mistral",
     ("MistralForCausalLM",),
     None,  # llama.cpp calls it llama
     refine,
-    defaults={
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-    },
+    "a window on all layers",
+    DEFAULTS,
 )

@@ -31,6 +31,7 @@ FAMILY = Family(
     ("MixtralForCausalLM",),
     None,  # llama.cpp calls it llama
     refine,
+    "experts in all layers",
     {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
     | {"rope_theta": 1e6},
 )

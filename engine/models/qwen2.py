@@ -23,4 +23,11 @@ def upper_windows(hf: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", refine, DEFAULTS)
+FAMILY = Family(
+    "qwen2",
+    ("Qwen2ForCausalLM",),
+    "qwen2",
+    refine,
+    "biases of q, k and v, windows on upper layers",
+    DEFAULTS,
+)

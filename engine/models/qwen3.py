@@ -14,11 +14,18 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     bias = hf.flag("attention_bias")
     return replace(
         config,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         windows=upper_windows(hf, config.num_layers),
     )
 
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", refine, {"head_dim": 128, **DEFAULTS})
+FAMILY = Family(
+    "qwen3",
+    ("Qwen3ForCausalLM",),
+    "qwen3",
+    refine,
+    "norms of q and k, windows on upper layers",
+    {"head_dim": 128, **DEFAULTS},
+)

@@ -26,7 +26,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     )
     return replace(
         config,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         windows=(window,) * config.num_layers,
@@ -39,5 +39,6 @@ FAMILY = Family(
     ("Qwen3MoeForCausalLM",),
     None,
     refine,
+    "experts in all or some layers, norms of q and k",
     {"max_position_embeddings": 32_768, "sliding_window": 4096, "num_local_experts": 128},
 )

@@ -10,7 +10,27 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import StartError
-from . import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from . import (
+    cohere,
+    cohere2,
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    ministral,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from .blocks import Decoder
 from .config import Family, Fields, ModelConfig, common
 
@@ -20,7 +40,28 @@ if TYPE_CHECKING:
     from ...backends.api import Ops
 
 FAMILIES = {
-    m.FAMILY.name: m.FAMILY for m in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3)
+    m.FAMILY.name: m.FAMILY
+    for m in (
+        llama,
+        mistral,
+        ministral,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        gemma2,
+        gemma3,
+        phi3,
+        olmo2,
+        olmo3,
+        granite,
+        smollm3,
+        glm4,
+        cohere,
+        cohere2,
+        starcoder2,
+        stablelm,
+    )
 }  # in the order that errors list them
 BY_ARCHITECTURE = {a: f for f in FAMILIES.values() for a in f.architectures}
 BY_GGUF = {f.gguf: f for f in FAMILIES.values() if f.gguf is not None}
@@ -41,7 +82,7 @@ def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
     if isinstance(hf.get("text_config"), Mapping):  # a vision-language model's language model
         fields |= hf["text_config"]
     given = Fields(fields, family.defaults)
-    return family.refine(common(family.name, architecture, given), given)
+    return family.refine(common(family, architecture, given), given)
 
 
 def build(

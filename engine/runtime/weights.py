@@ -177,7 +177,7 @@ def dummy(
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():
         tensor = torch.empty(shape, device=device, dtype=dtype)
-        if name.endswith("norm.weight"):
+        if "norm" in name and name.endswith(".weight"):
             tensor.fill_(0.0 if config.norm_plus_one else 1.0)
         else:
             tensor.normal_(0, 0.02, generator=generator)

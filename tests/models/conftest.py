@@ -42,6 +42,12 @@ class Loop:
         ]
         self.lens = [0] * num_slots
 
+    def hit(self, slot: int, other: int, num_pages: int) -> int:
+        """A slot begins with another's first pages; how many tokens those are."""
+        self.block_table[slot, :num_pages] = self.block_table[other, :num_pages]
+        self.lens[slot] = num_pages * self.page_size
+        return self.lens[slot]
+
     @torch.inference_mode()
     def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """New tokens of some slots to their logits, [q_len, vocab] each."""
@@ -124,6 +130,12 @@ def float32_model():
 
 
 @pytest.fixture(scope="session")
+def shape():
+    """Fields of the models' configs, where a case has no others."""
+    return SHAPE
+
+
+@pytest.fixture(scope="session")
 def make_hf_model():
     """Makes a random transformers model of a family: (name, fields of its config)."""
     return hf_model
@@ -136,7 +148,7 @@ def hf_model(family: str, fields: dict) -> torch.nn.Module:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or "norm" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model

@@ -1,7 +1,9 @@
 """Tiny random models of every family: logits and greedy tokens equal transformers', in float32."""
 
 import json
+import math
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,9 @@ import transformers
 from safetensors.torch import save_file
 
 from stoker.backends.cpu.torch_ops import TorchOps
-from stoker.backends.registry import OP_NAMES
-from stoker.engine.models.registry import build, parse_config
+from stoker.backends.registry import OP_NAMES, select
+from stoker.engine.models.blocks import inverse_frequencies
+from stoker.engine.models.registry import BY_ARCHITECTURE, build, parse_config
 from stoker.engine.runtime import model_files, weights
 
 VOCAB = 300  # of make_hf_model
@@ -21,6 +24,15 @@ PROMPT_LENS = (41, 5, 1, 18)
 
 def rope(kind: str, **fields) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **fields}}
+
+
+def longrope(original: int, **fields) -> dict:
+    factors = {
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0] * 4 + [5.0] * 4,
+    }
+    given = rope("longrope", original_max_position_embeddings=original, **factors, **fields)
+    return given | {"original_max_position_embeddings": original}
 
 
 LLAMA3 = rope(
@@ -38,6 +50,17 @@ GEMMA_ROPE = {
     }
 }
 GEMMA = dict(num_hidden_layers=7, head_dim=24, query_pre_attn_scalar=40, sliding_window=8)
+GEMMA2 = dict(head_dim=24, query_pre_attn_scalar=40, sliding_window=8, tie_word_embeddings=True)
+GEMMA2 |= dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)  # that they matter
+OLMO3 = dict(num_hidden_layers=5, sliding_window=8) | {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+        | {"original_max_position_embeddings": 32},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
+GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3)
+GRANITE |= dict(logits_scaling=1.5, rms_norm_eps=0.1, attention_bias=True)
 QWEN_WINDOW = dict(use_sliding_window=True, max_window_layers=1, sliding_window=9)
 MOE = dict(num_experts_per_tok=2)
 QWEN_MOE = MOE | dict(
@@ -82,9 +105,65 @@ CASES = {
         "Qwen3Moe",
         QWEN_MOE | dict(mlp_only_layers=[1], use_sliding_window=True, sliding_window=9),
     ),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2 without softcaps, untied": (
+        "Gemma2",
+        GEMMA2
+        | dict(attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True)
+        | dict(tie_word_embeddings=False),
+    ),
+    "phi3": ("Phi3", dict(sliding_window=7)),
+    "phi3 longrope, short": ("Phi3", longrope(256, attention_factor=1.3)),
+    "phi3 longrope, long": ("Phi3", longrope(24)),
+    "phi3 partial rotary": ("Phi3", rope("default", partial_rotary_factor=0.75)),
+    "olmo2": ("Olmo2", dict(attention_bias=True)),
+    "olmo3": ("Olmo3", OLMO3),
+    "granite": ("Granite", GRANITE),
+    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2, attention_bias=True)),
+    "smollm3 windows": (
+        "SmolLM3",
+        dict(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=8, mlp_bias=True),
+    ),
+    "glm4": ("Glm4", dict(head_dim=24)),
+    "glm": ("Glm", dict(head_dim=24, attention_bias=True)),
+    "cohere": ("Cohere", dict(logit_scale=0.7)),
+    "cohere norms of q and k": ("Cohere", dict(logit_scale=0.7, use_qk_norm=True)),
+    "cohere2": ("Cohere2", dict(logit_scale=0.7, sliding_window=8, num_hidden_layers=5)),
+    "starcoder2": ("Starcoder2", dict(sliding_window=7)),
+    "starcoder2 without biases": ("Starcoder2", dict(use_bias=False, tie_word_embeddings=True)),
+    "stablelm": ("StableLm", dict(use_qkv_bias=True)),
+    "stablelm parallel, norms of q and k": (
+        "StableLm",
+        dict(use_parallel_residual=True, qk_layernorm=True),
+    ),
+    "ministral": (
+        "Ministral",
+        dict(
+            head_dim=24,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
     "gemma3": ("Gemma3", GEMMA | GEMMA_ROPE | dict(tie_word_embeddings=True)),
     "gemma3 untied, softcap": ("Gemma3", GEMMA | dict(final_logit_softcapping=3.0)),
 }
+
+
+NATIVE_CASES = ["gemma2", "phi3 partial rotary", "olmo3", "granite", "smollm3", "glm4", "cohere2"]
+NATIVE_CASES += ["starcoder2", "stablelm parallel, norms of q and k"]
+CPU = torch.device("cpu")
+
+
+def float32(config, max_positions=None):
+    return build(config, TorchOps(), CPU, torch.float32, max_positions)
+
+
+@pytest.fixture(scope="module")
+def native_ops():
+    backend = select("cpu")
+    if backend.choices["linear"].provider != "native":
+        pytest.skip("no AVX-512, or no compiler")
+    return backend.ops
 
 
 @torch.inference_mode()
@@ -125,11 +204,57 @@ def test_logits_and_greedy_tokens(case, tmp_path, make_hf_model, loop, float32_m
     for chunk, page_size in ((7, 1), (1, 16)):
         again = loop(model, len(prompts), longest, page_size).greedy(prompts, num_new, chunk)
         assert again == outputs
+    hit = loop(model, 2, longest)
+    hit.step([(0, texts[0][:40])])
+    start = hit.hit(1, 0, 10)
+    (row,) = hit.step([(1, texts[0][start:])])
+    torch.testing.assert_close(row, ours[0][start:], rtol=0, atol=1e-4)
     for prompt, output in zip(prompts[:2], outputs, strict=False):
         assert loop(model, 1, longest).greedy([prompt], [NUM_NEW], 13) == [output]
 
 
-@pytest.mark.parametrize("case", ["llama biases", "qwen3", "gemma3"])
+@pytest.mark.parametrize("length", [32, 40, 64])
+def test_dynamic_rope_scales_by_the_longest_context(length, tmp_path, make_hf_model, loop):
+    """transformers scales by each text's own length, so a text of that length is equal."""
+    fields = rope("dynamic", factor=2.0) | dict(max_position_embeddings=32)
+    hf = make_hf_model("Llama", fields)
+    hf.save_pretrained(tmp_path)
+    config = model_files.resolve(str(tmp_path)).config
+    assert (config.max_position_embeddings, config.longest_context) == (32, 64)
+    model = load(tmp_path, partial(float32, max_positions=length))
+    tokens = torch.randint(3, VOCAB, (length,)).tolist()
+    (ours,) = loop(model, 1, length).step([(0, tokens)])
+    torch.testing.assert_close(ours, hf_logits(hf, tokens), rtol=0, atol=1e-4)
+    if length > 32:  # shorter ones are scaled as much, whose keys may be in the cache
+        (ours,) = loop(model, 1, length).step([(0, tokens[:20])])
+        assert (ours - hf_logits(hf, tokens[:20])).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("length", "factors"), [(24, "short_factor"), (25, "long_factor")])
+def test_longrope_chooses_by_the_longest_context(length, factors, shape):
+    hf = {"architectures": ["Phi3ForCausalLM"], **shape, **longrope(24)}
+    given = parse_config(hf).rope
+    expected = 1 / 10_000.0 ** (torch.arange(8) / 8) / torch.tensor(hf["rope_parameters"][factors])
+    torch.testing.assert_close(inverse_frequencies(given, length), expected)
+    grown = math.sqrt(1 + math.log(256 / 24) / math.log(24))
+    assert given.attention_factor == pytest.approx(grown)
+
+
+@pytest.mark.parametrize("case", NATIVE_CASES)
+def test_the_kernels_of_the_processor_give_the_same(
+    case, tmp_path, make_hf_model, loop, native_ops
+):
+    """Gemma 2's softcap, GLM's pairs, StableLM's heads and the rest in the fused layer, or not."""
+    hf = make_hf_model(*CASES[case])
+    hf.save_pretrained(tmp_path)
+    model = load(tmp_path, lambda config: build(config, native_ops, CPU, torch.float32))
+    texts = [list(range(3, 43)), [7], list(range(60, 80))]
+    ours = loop(model, 3, 48, 16).step(list(enumerate(texts)))
+    for text, row in zip(texts, ours, strict=True):
+        torch.testing.assert_close(row, hf_logits(hf, text), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama biases", "qwen3", "gemma3", "glm4", "smollm3 windows"])
 def test_a_layer_op_by_op_is_the_same(case, tmp_path, make_hf_model, loop, float32_model):
     """As on backends without `decoder_layer`."""
     hf = make_hf_model(*CASES[case])
@@ -144,7 +269,19 @@ def test_a_layer_op_by_op_is_the_same(case, tmp_path, make_hf_model, loop, float
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama biases", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama biases",
+        "qwen3",
+        "gemma3",
+        "gemma2",
+        "granite",
+        "olmo2",
+        "starcoder2",
+        "cohere norms of q and k",
+    ],
+)
 def test_bfloat16_is_near_float32(case, tmp_path, make_hf_model, loop):
     hf = make_hf_model(*CASES[case])
     hf.save_pretrained(tmp_path)
@@ -203,6 +340,28 @@ def test_only_packed_weights_stay_in_memory(case, tmp_path, make_hf_model):
             },
         ),
         ("qwen2 window", {"layer_types": None, "rope_theta": 10_000.0}),
+        (
+            "phi3 longrope, long",
+            {
+                "rope_theta": 10_000.0,
+                "rope_scaling": {
+                    k: v
+                    for k, v in longrope(24)["rope_parameters"].items()
+                    if k.endswith("_factor")
+                }
+                | {"type": "su"},
+            },
+        ),
+        ("glm4", {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
+        ("stablelm", {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}),
+        (
+            "olmo3",
+            {
+                "rope_theta": 10_000.0,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
+                | {"original_max_position_embeddings": 32},
+            },
+        ),
     ],
 )
 def test_older_config_files_mean_the_same(case, fields, tmp_path, make_hf_model):
@@ -216,8 +375,13 @@ def test_older_config_files_mean_the_same(case, fields, tmp_path, make_hf_model)
     assert model_files.resolve(str(tmp_path), needs_weights=False).config == new
 
 
+def test_every_architecture_is_tested():
+    tested = {f"{family}ForCausalLM" for family, _ in CASES.values()}
+    assert tested | {"Gemma3ForConditionalGeneration"} == set(BY_ARCHITECTURE)
+
+
 def test_defaults_are_those_of_transformers():
-    for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3"):
+    for family in sorted({family for family, _ in CASES.values()}):
         config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")()
         full = config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")

@@ -104,8 +104,13 @@ BROKEN = {
     "num_attention_heads 4 is no multiple of num_key_value_heads 3": (
         lambda f: change(f / "config.json", num_key_value_heads=3)
     ),
-    "rope type 'longrope'": (
-        lambda f: change(f / "config.json", rope_parameters={"rope_type": "longrope"})
+    "rope type 'spiral'": (
+        lambda f: change(f / "config.json", rope_parameters={"rope_type": "spiral"})
+    ),
+    r"long_factor must be a list of 8 numbers, not \[1.0\]": (
+        lambda f: change(
+            f / "config.json", rope_parameters={"rope_type": "longrope", "long_factor": [1.0]}
+        )
     ),
     "partial_rotary_factor": lambda f: change(f / "config.json", partial_rotary_factor=0.5),
     "activation 'relu'": lambda f: change(f / "config.json", hidden_act="relu"),

@@ -37,7 +37,7 @@ def test_gemma_answers_as_transformers_does_here(gemma3_270m, gemma3_270m_greedy
         num_key_value_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         max_position_embeddings=c.max_position_embeddings,
-        rms_norm_eps=c.rms_norm_eps,
+        rms_norm_eps=c.norm_eps,
         query_pre_attn_scalar=round(c.attention_scale**-2),
         sliding_window=window,
         layer_types=["sliding_attention" if w else "full_attention" for w in c.windows],

@@ -1,0 +1,30 @@
+"""Phi 3, 3.5 and 4: Llama with q, k and v, and gate and up, in one tensor each.
+
+Runs on: any (pure).
+"""
+
+from dataclasses import replace
+
+from .config import Family, Fields, ModelConfig
+
+
+def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
+    """One window for all layers, none where sliding_window is null."""
+    window = None if hf.get("sliding_window") is None else hf.integer("sliding_window")
+    return replace(
+        config,
+        windows=(window,) * config.num_layers,
+        fused_qkv=True,
+        mlp_names=("gate_up_proj", "down_proj"),
+    )
+
+
+FAMILY = Family(
+    "phi3",
+    ("Phi3ForCausalLM",),
+    None,
+    refine,
+    "fused projections, longrope, partial rotary, a window on all layers",
+    {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    partial_rotary=True,
+)
