@@ -158,9 +158,11 @@ class Engine:
 
     async def _submit(self, tokens: Sequence[int], params: SamplingParams) -> Stream:
         """Queue a prompt, as soon as the queue's limit in tokens lets it in."""
+        spec = params.grammar
+        grammar = None if spec is None else await self.engine.compile_grammar(spec)
         while True:
             try:
-                return self.engine.submit(tokens, params)
+                return self.engine.submit(tokens, params, grammar=grammar)
             except Overloaded as error:
                 if error.reason != "queue_full":
                     raise

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from stoker.engine import AsyncEngine, EngineConfig, GrammarSpec, SamplingParams
+from stoker.engine import AsyncEngine, Engine, EngineConfig, GrammarSpec, SamplingParams
 from stoker.engine.api.errors import EngineError, RequestError
 from stoker.engine.api.grammar import Reasoning
 
@@ -43,19 +43,29 @@ CONFIG = {
 
 
 @pytest.fixture
-def engine(tmp_path, smollm2):
-    """Makes engines of a tiny model with random weights and SmolLM2's tokenizer."""
+def config(tmp_path, smollm2):
+    """Makes configurations of a tiny model with random weights and SmolLM2's tokenizer."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
-    @asynccontextmanager
-    async def make(**options):
+    def make(**options):
         model = {
             "model": str(tmp_path),
             "load_format": "dummy",
             "tokenizer": str(smollm2.gguf.path),
+            "grammar_timeout": 30,  # a worker starts slowly on a busy machine
         }
-        config = EngineConfig(**{**model, "kv_tokens": 4096, "threads": 1, **options})
-        async with await AsyncEngine.start(config) as started:
+        return EngineConfig(**{**model, "kv_tokens": 4096, "threads": 1, **options})
+
+    return make
+
+
+@pytest.fixture
+def engine(config):
+    """Makes engines of these."""
+
+    @asynccontextmanager
+    async def make(**options):
+        async with await AsyncEngine.start(config(**options)) as started:
             yield started
 
     return make
@@ -67,6 +77,15 @@ async def texts_of(engine, params, prompt="Write JSON: "):
         texts[output.choice] = texts.get(output.choice, "") + output.text
         ends[output.choice] = output.finish_reason or ends.get(output.choice)
     return [texts[i] for i in sorted(texts)], [ends[i] for i in sorted(ends)]
+
+
+def test_the_blocking_engine_constrains_too(config):
+    params = SamplingParams(max_tokens=20, seed=5, grammar=GrammarSpec("regex", "[0-9]{3}"))
+    with Engine(config()) as engine:
+        [done] = engine.generate("A number: ", params)
+        assert re.fullmatch("[0-9]{3}", done.text) and done.finish_reason == "stop"
+        with pytest.raises(RequestError):
+            engine.generate("A number: ", replace(params, grammar=GrammarSpec("regex", "[0-9")))
 
 
 async def test_all_that_goes_with_a_grammar(engine):
