@@ -141,7 +141,7 @@ class GrammarCompiler:
         cache_bytes: compiled grammars that are kept, the longest unused go first.
 
     Attributes:
-        num_hits, num_misses: of the cache. seconds: spent on misses.
+        num_hits, num_misses: of the cache.
     """
 
     def __init__(
@@ -155,7 +155,6 @@ class GrammarCompiler:
     ):
         self.num_hits = 0
         self.num_misses = 0
-        self.seconds = 0.0
         self._vocabulary = vocabulary
         self._order: tuple[BackendName, BackendName] = (
             ("xgrammar", "llguidance") if backend == "xgrammar" else ("llguidance", "xgrammar")
@@ -190,16 +189,12 @@ class GrammarCompiler:
                 return done
             if (error := self._failures.get(key)) is not None:
                 self._failures.move_to_end(key)
-                done = Future()
-                done.set_exception(RequestError(error.message, param=spec.param, code=error.code))
-                return done
+                return _failed(RequestError(error.message, param=spec.param, code=error.code))
             if (running := self._running.get(key)) is not None:
                 return running
             if len(spec.source) > MAX_SOURCE:
-                done = Future()
                 reason = f"{len(spec.source)} characters, the limit is {MAX_SOURCE}"
-                done.set_exception(_refusal(spec, reason))
-                return done
+                return _failed(_refusal(spec, reason))
             self.num_misses += 1
             deadline = time.monotonic() + self._timeout_s
             future = self._running[key] = self._threads.submit(self._compile, spec, key, deadline)
@@ -219,7 +214,6 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, spec: GrammarSpec, key: tuple[str, str], deadline: float) -> Compiled:
-        began = time.monotonic()
         try:
             compiled = self._with_worker(spec, deadline)
         except RequestError as error:
@@ -239,7 +233,6 @@ class GrammarCompiler:
         finally:
             with self._lock:
                 del self._running[key]
-                self.seconds += time.monotonic() - began
 
     def _with_worker(self, spec: GrammarSpec, deadline: float) -> Compiled:
         """Check and compile in a worker, load here."""
@@ -305,6 +298,12 @@ class GrammarCompiler:
                 self._lock.notify_all()
                 return
         worker.kill()
+
+
+def _failed(error: RequestError) -> Future[Compiled]:
+    future: Future[Compiled] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _refusal(spec: GrammarSpec, reason: str) -> RequestError:
