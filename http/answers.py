@@ -57,11 +57,6 @@ class Formats:
             )
         self.tools, self.reasoning = tools, reasoning
 
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether answers may hold reasoning."""
-        return self.reasoning != "none"
-
     def of(self, body: ChatRequest, prompt: str) -> AnswerFormat | None:
         """What to look for in the answers to a prompt; None where all of them is content.
 
@@ -152,7 +147,7 @@ def _call_grammar(body: ChatRequest, answer: AnswerFormat, tokenizer: "Tokenizer
         calls.append(_sequence([*text(begin + name + middle), arguments, *text(end)]))
     call = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
     parts = [*text(form.opening), call]
-    if not answer.single:
+    if not answer.ends_at_call:
         following = _sequence([*text(form.separator), call])
         parts.append({"type": "star", "content": following})
     tag = {"type": "structural_tag", "format": _sequence([*parts, *text(form.closing)])}

@@ -22,7 +22,7 @@ class AnswerFormat:
         is_open: the prompt ends inside of it.
         tool_format: how calls are written; a format with channels also without tools.
         tools: name to parameters' JSON schema, of those that may be called.
-        single: the answer ends with its first call.
+        ends_at_call: the answer ends with its first call.
         hides_nothing: reasoning in channels is content.
     """
 
@@ -30,7 +30,7 @@ class AnswerFormat:
     is_open: bool = False
     tool_format: ToolFormat | None = None
     tools: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    single: bool = False
+    ends_at_call: bool = False
     hides_nothing: bool = False
 
     @property
@@ -46,7 +46,7 @@ class AnswerParser:
     def __init__(self, form: AnswerFormat):
         new_id = form.tool_format.new_id if form.tool_format else None
         self._form = form
-        self._reader = Reader(form.tools.keys(), single=form.single, new_id=new_id)
+        self._reader = Reader(form.tools.keys(), ends_at_call=form.ends_at_call, new_id=new_id)
         self._steps: Steps[None] | None = self._read()
         self._advance()
 

@@ -76,7 +76,7 @@ class Reader:
 
     Args:
         names: the tools that may be called.
-        single: stop after the first call.
+        ends_at_call: stop after the first call.
         new_id: makes a call's id where the model writes none.
 
     Attributes:
@@ -92,11 +92,11 @@ class Reader:
         self,
         names: Collection[str] = (),
         *,
-        single: bool = False,
+        ends_at_call: bool = False,
         new_id: Callable[[], str] | None = None,
     ):
         self.names = names
-        self.single = single
+        self.ends_at_call = ends_at_call
         self.new_id = new_id or _new_id
         self.text = ""
         self.at = self.mark = 0
@@ -144,7 +144,7 @@ class Reader:
         """End a call. Raises Enough where no other is wanted."""
         self._in_call = False
         self.mark = self.at
-        if self.single:
+        if self.ends_at_call:
             raise Enough
 
     def check_name(self, name: str) -> str:

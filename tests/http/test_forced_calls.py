@@ -78,7 +78,7 @@ def grammar_of(compiler, tokenizer, name, **fields):
     assert answer.tool_format is TOOL_FORMATS[name]  # its own, not the fallback
     params = structured(formats, body, SamplingParams(), answer, tokenizer)
     compiled = compiler.submit(params.grammar).result()
-    plain = AnswerFormat(None, False, answer.tool_format, answer.tools, answer.single)
+    plain = AnswerFormat(None, False, answer.tool_format, answer.tools, answer.ends_at_call)
     return compiler.bind(compiled, params.grammar), plain
 
 
