@@ -295,6 +295,38 @@ def test_bfloat16_is_near_float32(case, tmp_path, make_hf_model, loop):
     assert 1e-4 < float((ours - theirs).std() / theirs.std()) < 0.1
 
 
+def test_which_families_run_as_fused_layers(shape, loop):
+    """A change of the blocks must not cost the common ones their fast path."""
+    calls: list[int] = []
+
+    class Counter(TorchOps):
+        def decoder_layer(self, *args):
+            calls.append(1)
+            return super().decoder_layer(*args)
+
+    fused = {}
+    for case, (family, fields) in CASES.items():
+        if family in fused or "norms of q and k" in case:
+            continue
+        hf = {"architectures": [f"{family}ForCausalLM"], **shape, **fields}
+        model = build(parse_config(hf), Counter(), CPU, torch.float32)
+        config = model.config
+        model.load(weights.dummy(model.shapes, config, CPU, torch.float32, 0))
+        calls.clear()
+        loop(model, 1, 4).step([(0, [5, 6])])
+        fused[family] = len(calls) == config.num_layers
+    unfused = {family for family, is_fused in fused.items() if not is_fused}
+    assert unfused == {
+        "Mixtral",
+        "Qwen3Moe",
+        "Olmo2",
+        "Olmo3",
+        "Cohere",
+        "Cohere2",
+        "Starcoder2",
+    } | {"StableLm"}
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen3"])  # untied, tied
 def test_only_packed_weights_stay_in_memory(case, tmp_path, make_hf_model):
     given = []

@@ -1,0 +1,44 @@
+"""The families in the whole engine: pages, chunks, the prefix cache, the processor's kernels."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stoker.engine import Engine, SamplingParams
+
+PROMPTS = [list(range(3, 60)), [*range(3, 50), 9, 9], [7]]
+LONG = {"long_factor": [2.0] * 4 + [5.0] * 4, "short_factor": [1.0] * 8}
+FAMILIES = {
+    "Gemma2": dict(head_dim=24, sliding_window=8, attn_logit_softcapping=2.0),
+    "Phi3": dict(
+        rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 16, **LONG},
+        original_max_position_embeddings=16,
+    ),
+    "Olmo3": dict(sliding_window=8),
+    "Granite": dict(residual_multiplier=0.4, attention_multiplier=0.3),
+    "SmolLM3": dict(no_rope_layer_interval=2),
+    "Glm4": dict(head_dim=24),
+    "Cohere2": dict(logit_scale=0.7, sliding_window=8, num_hidden_layers=4),
+    "Starcoder2": {},
+    "StableLm": dict(use_parallel_residual=True, qk_layernorm=True),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model):
+    hf = make_hf_model(family, FAMILIES[family])
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(str, range(10, 54))]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with Engine(model=str(tmp_path), dtype="float32", chunked_prefill_size=32) as engine:
+        first, again = (engine.generate(PROMPTS, params) for _ in range(2))
+    assert again[0].num_cached >= 48
+    for prompt, one, other in zip(PROMPTS, first, again, strict=True):
+        with torch.inference_mode():
+            logits = hf(torch.tensor([prompt + one.token_ids]), use_cache=False).logits[0]
+        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == one.token_ids
+        assert other.token_ids == one.token_ids
