@@ -95,6 +95,19 @@ class Output:
     deltas: ClassVar[tuple[Delta, ...]] = ()
     num_reasoning: ClassVar[int] = 0
 
+    def merged(self, later: Output) -> Output:
+        """With a later output of the same choice, as one: who reads slowly loses nothing."""
+        both: dict[str, Any] = {
+            "text": self.text + later.text,
+            "token_ids": self.token_ids + later.token_ids,
+            "prompt_logprobs": self.prompt_logprobs or later.prompt_logprobs,
+        }
+        if self.logprobs is not None:
+            both["logprobs"] = self.logprobs + (later.logprobs or ())
+        if self.deltas or later.deltas:
+            both["deltas"] = self.deltas + later.deltas
+        return replace(later, **both)
+
 
 @dataclass(slots=True)
 class AnswerOutput(Output):
@@ -107,18 +120,6 @@ class AnswerOutput(Output):
 
     deltas: tuple[Delta, ...] = ()  # type: ignore[misc]
     num_reasoning: int = 0  # type: ignore[misc]
-
-
-def merge(a: Output, b: Output) -> Output:
-    """Two outputs of one choice as one: nothing is lost when a reader is behind."""
-    logprobs = b.logprobs if a.logprobs is None else a.logprobs + (b.logprobs or ())
-    return replace(
-        b,
-        text=a.text + b.text,
-        token_ids=a.token_ids + b.token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=a.prompt_logprobs or b.prompt_logprobs,
-    )
 
 
 class Stream:
@@ -217,7 +218,7 @@ class Stream:
         outputs = self._outputs
         last = outputs[-1] if len(outputs) >= MAX_UNREAD else None
         if last is not None and last.choice == choice and len(last.token_ids) < MAX_MERGED:
-            outputs[-1] = merge(last, output)
+            outputs[-1] = last.merged(output)
         else:
             outputs.append(output)
         self._wake()
@@ -618,11 +619,6 @@ class AsyncEngine:
     def is_healthy(self) -> bool:
         """Whether the GPU thread lives."""
         return self._death is None and self._thread.is_alive()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused because the engine is about to stop."""
-        return self._is_draining
 
     @property
     def heartbeat_age_s(self) -> float:

@@ -5,13 +5,12 @@ Runs on: loop.
 
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from ..engine.api.errors import RequestError
 from ..engine.api.messages import CacheEvent
+from . import sse
 from .serving import SERVER
-from .sse import COMMENT, HEADERS
 
 
 async def cache_events(request: web.Request) -> web.StreamResponse:
@@ -23,11 +22,11 @@ async def cache_events(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     if not server.config.cache_events:
         raise RequestError("the server was started without --cache-events")
-    response = web.StreamResponse(headers=HEADERS)
+    response = web.StreamResponse(headers=sse.HEADERS)
     await response.prepare(request)
-    await response.write(COMMENT)  # the 200 goes out: the reader knows that it follows
+    await response.write(sse.COMMENT)  # the 200 goes out: the reader knows that it follows
     async for event in server.engine.cache_feed.follow(server.config.keep_alive_s):
-        await response.write(COMMENT if event is None else _sse(event))
+        await response.write(sse.COMMENT if event is None else _sse(event))
     return response
 
 
@@ -39,4 +38,4 @@ def _sse(event: CacheEvent) -> bytes:
             "tokens": event.tokens.tolist(),
             "namespace": event.namespace,
         }
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    return sse.event(data)

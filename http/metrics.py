@@ -8,7 +8,7 @@ Runs on: loop.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -126,12 +126,12 @@ class Metrics:
             ),
         ):
             yield GaugeMetricFamily("stoker_" + name, text, value)
-        phases = CounterMetricFamily(
-            "stoker_step_seconds", "time of the GPU thread by phase of a step", labels=["phase"]
+        yield _labelled(
+            "stoker_step_seconds",
+            "time of the GPU thread by phase of a step",
+            "phase",
+            {phase: getattr(s, phase + "_s") for phase in ("plan", "launch", "wait", "commit")},
         )
-        for phase in ("plan", "launch", "wait", "commit"):
-            phases.add_metric([phase], getattr(s, phase + "_s"))
-        yield phases
         own_s = s.plan_s + s.launch_s + s.commit_s
         for name, text, total in (
             ("steps", "steps of the engine", s.steps),
@@ -312,7 +312,7 @@ def _tiers(t: TierStats) -> Iterator[Metric]:
     )
 
 
-def _labelled(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+def _labelled(name: str, text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=[label])
     for value, count in counts.items():
         family.add_metric([value], count)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from aiohttp import web
 from pydantic import Field, field_validator, model_validator
 
@@ -19,19 +18,19 @@ from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import error_response
 from .limits import MAX_DETOKENIZED
+from .logprobs import chosen_logprob
 from .openai_api import (
     chat_text,
-    chosen_logprob,
     json_response,
     model_name,
     parse,
     text_prompt,
     truncate,
 )
-from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts
+from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts, refuse
 from .serving import CALLER, SERVER, Choice, new_id
 from .settings import version
-from .sse import DONE, EventStream
+from .sse import DONE, EventStream, event
 
 if TYPE_CHECKING:
     from ..engine import Output, Stream
@@ -118,10 +117,7 @@ class GenerateRequest(Wire):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: Any) -> Any:
-        for name in REFUSED.keys() & body.keys() if isinstance(body, dict) else ():
-            if body[name]:  # empty ones ask for nothing
-                raise RequestError(f"{name}: there is no support for {REFUSED[name]}", param=name)
-        return body
+        return refuse(body, REFUSED)
 
     @field_validator("text", "input_ids", mode="wrap")
     @classmethod
@@ -259,7 +255,7 @@ def _cumulative(
             reply = _reply(body, f"{reply_id}_{index}", stream, choice) | {"index": index}
         else:
             reply = _reply(body, reply_id, stream, choice)
-        return b"data: " + orjson.dumps(reply) + b"\n\n"
+        return event(reply)
 
     return encode
 

@@ -7,9 +7,8 @@ Runs on: loop.
 """
 
 import asyncio
-import codecs
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -21,6 +20,7 @@ from ..engine.api.messages import TokenLogprob
 from ..engine.text.reader import CallStart
 from . import answers
 from .errors import invalid
+from .logprobs import LegacyLogprobs, chat_logprobs, prompt_logprobs
 from .openai_types import (
     ChatFields,
     ChatRequest,
@@ -30,12 +30,10 @@ from .openai_types import (
     TokenIds,
 )
 from .serving import SERVER, Choice, Server, Work, new_id
-from .sse import DONE, ChunkEncoder, EventStream
+from .sse import DONE, ChunkEncoder, EventStream, event
 
 if TYPE_CHECKING:
     from ..engine import Output, Stream
-
-MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -68,7 +66,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
         envelope = {"id": reply_id, "created": int(time.time()), "model": model}
         if body.stream:
-            envelope = {**envelope, "object": "chat.completion.chunk"}
+            envelope["object"] = "chat.completion.chunk"
             makers = [_chat_chunks(server, body, stream)]
             is_plain = answer is None
             return await _stream(
@@ -78,8 +76,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         reply = {**envelope, "object": "chat.completion"}
         reply["choices"] = [_chat_choice(server, body, i, c) for i, c in enumerate(choices)]
         reply["usage"] = usage([stream], [choices])
-        if body.return_token_ids:
-            reply["prompt_token_ids"] = list(stream.prompt_tokens)
+        reply |= _prompt_ids(body, stream)
         if body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(server, body, stream, choices[0])
         return json_response(reply)
@@ -124,14 +121,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
             )
         groups = await server.collect(work)
         kept = [_best(group, body.n or 1) for group in groups]
-        reply: dict[str, Any] = envelope
-        reply["choices"] = [
+        choices = [
             _completion_choice(server, body, i * len(group) + j, choice, stream, echo)
             for i, (group, stream, echo) in enumerate(zip(kept, streams, echoes, strict=True))
             for j, choice in enumerate(group)
         ]
-        reply["usage"] = usage(streams, groups)
-        return json_response(reply)
+        return json_response({**envelope, "choices": choices, "usage": usage(streams, groups)})
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -253,124 +248,6 @@ def _best(group: list[Choice], n: int) -> list[Choice]:
     return sorted(group, key=score, reverse=True)[:n]
 
 
-# --- log-probabilities ---
-
-
-def _clamp(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
-
-
-def chosen_logprob(token: int, entry: TokenLogprob) -> float:
-    """The token's value, bit for bit the one among the likeliest where it is there: clients
-    compare the two with == to see whether it was the greedy choice."""
-    if token in entry.top_token_ids:
-        return _clamp(entry.top_logprobs[entry.top_token_ids.index(token)])
-    return _clamp(entry.logprob)
-
-
-def chat_logprobs(
-    server: Server, tokens: Iterable[int], entries: Iterable[TokenLogprob]
-) -> list[dict[str, Any]]:
-    """Chat's `logprobs.content`. `bytes` come from the vocabulary, exact for cut characters."""
-    token_bytes = server.engine.tokenizer.token_bytes
-
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        raw = token_bytes(token)
-        text = raw.decode("utf-8", "replace")
-        return {"token": text, "logprob": logprob, "bytes": list(raw)}
-
-    return [
-        one(token, chosen_logprob(token, entry))
-        | {
-            "top_logprobs": [
-                one(other, _clamp(value))
-                for other, value in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            ]
-        }
-        for token, entry in zip(tokens, entries, strict=True)
-    ]
-
-
-class LegacyLogprobs:
-    """Completions' log-probabilities of one choice, with offsets that run on between chunks."""
-
-    def __init__(self, server: Server, skip_special_tokens: bool):
-        tokenizer = server.engine.tokenizer
-        self.token_bytes = tokenizer.token_bytes
-        self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.offset = 0
-
-    def take(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """The next tokens' part: tokens, token_logprobs, top_logprobs, text_offset."""
-        names: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for token, entry in zip(tokens, entries, strict=True):
-            name = self._name(token)
-            names.append(name)
-            offsets.append(self.offset)
-            if token not in self.hidden:
-                self.offset += len(self.decoder.decode(self.token_bytes(token)))
-            if entry is None:
-                values.append(None)
-                tops.append(None)
-                continue
-            value = chosen_logprob(token, entry)
-            values.append(value)
-            top: dict[str, float] = {}
-            for other, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True):
-                top.setdefault(self._name(other), _clamp(logprob))
-            top.setdefault(name, value)
-            tops.append(top)
-        return {
-            "tokens": names,
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-
-    def _name(self, token: int) -> str:
-        raw = self.token_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:  # OpenAI's spelling of a token that is part of a character
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def prompt_logprobs(
-    server: Server, body: SamplingFields, stream: "Stream", choice: Choice
-) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each prompt token, the likeliest ones and itself, by token id.
-
-    The rank of a token that is not among the likeliest is not known.
-    """
-    rows: list[dict[str, Any] | None] = []
-    for token, entry in zip(stream.prompt_tokens, choice.prompt_logprobs or (), strict=True):
-        if entry is None:
-            rows.append(None)
-            continue
-        ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        found: dict[int, tuple[float, int | None]] = {
-            other: (value, rank)
-            for rank, (other, value) in enumerate(ranked, 1)
-            if rank <= (body.prompt_logprobs or 0)
-        }
-        found.setdefault(token, (entry.logprob, None))
-        rows.append(
-            {
-                str(other): {
-                    "logprob": _clamp(value),
-                    "rank": rank,
-                    "decoded_token": server.engine.tokenizer.token_str(other),
-                }
-                for other, (value, rank) in found.items()
-            }
-        )
-    return rows
-
-
 # --- whole answers ---
 
 
@@ -400,6 +277,10 @@ def _echo(server: Server, body: CompletionRequest, index: int, stream: "Stream")
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
         return prompt
     return server.engine.tokenizer.decode(stream.prompt_tokens, _skips(body))
+
+
+def _prompt_ids(body: SamplingFields, stream: "Stream") -> dict[str, Any]:
+    return {"prompt_token_ids": list(stream.prompt_tokens)} if body.return_token_ids else {}
 
 
 def _skips(body: SamplingFields) -> bool:
@@ -457,10 +338,7 @@ def _chat_chunks(
             chunks.append(empty | fields)
 
         if is_first:
-            extra = (
-                {"prompt_token_ids": list(stream.prompt_tokens)} if body.return_token_ids else {}
-            )
-            add({"role": "assistant", "content": ""}, **extra)
+            add({"role": "assistant", "content": ""}, **_prompt_ids(body, stream))
         fields: dict[str, Any] = {}
         if body.logprobs and output.logprobs:
             content = chat_logprobs(server, output.token_ids, output.logprobs)
@@ -499,11 +377,8 @@ def _text_chunks(
             chunks.append(empty | fields)
 
         if is_first and (echo or body.return_token_ids):
-            extra = (
-                {"prompt_token_ids": list(stream.prompt_tokens)} if body.return_token_ids else {}
-            )
             tokens = stream.prompt_tokens if body.echo else ()
-            add(echo, tokens, output.prompt_logprobs, **extra)
+            add(echo, tokens, output.prompt_logprobs, **_prompt_ids(body, stream))
         fields: dict[str, Any] = {}
         if body.return_token_ids:
             fields["token_ids"] = output.token_ids
@@ -551,8 +426,6 @@ async def _stream(
         await events.pump_all(encoders)
         last = b""
         if options.include_usage:
-            last = (
-                b"data: " + orjson.dumps({**envelope, "choices": [], "usage": so_far()}) + b"\n\n"
-            )
+            last = event({**envelope, "choices": [], "usage": so_far()})
         await events.finish(last + DONE)
     return events.response

@@ -67,6 +67,14 @@ PROMPT_SCHEMA = {
 }
 
 
+def refuse(body: Any, unsupported: Mapping[str, str]) -> Any:
+    """The body. Raises RequestError for a field in it that there is no support for."""
+    for name in unsupported.keys() & body.keys() if isinstance(body, dict) else ():
+        if body[name]:  # empty ones ask for nothing
+            raise RequestError(f"{name}: there is no support for {unsupported[name]}", param=name)
+    return body
+
+
 class StreamOptions(Wire):
     """What a stream carries beside the text."""
 
@@ -120,10 +128,7 @@ class SamplingFields(StructureFields):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: Any) -> Any:
-        for name in REFUSED.keys() & body.keys() if isinstance(body, dict) else ():
-            if body[name]:  # empty ones ask for nothing
-                raise RequestError(f"{name}: there is no support for {REFUSED[name]}", param=name)
-        return body
+        return refuse(body, REFUSED)
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "SamplingFields":

@@ -71,6 +71,12 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class ReasoningTokens(BaseModel):
+    """Of the output tokens, those of reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens counted: each prompt once, all choices."""
 
@@ -78,12 +84,29 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class _Choice(BaseModel):
     index: int
     finish_reason: str | None
+    stop_reason: int | str | None
     logprobs: dict[str, Any] | None
+
+
+class FunctionCall(BaseModel):
+    """Which function to call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 class Message(BaseModel):
@@ -91,6 +114,8 @@ class Message(BaseModel):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Choice):

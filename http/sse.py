@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -37,6 +36,11 @@ HEADERS = {
 }
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+
+
+def event(value: Any) -> bytes:
+    """A JSON value as one event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class ChunkEncoder:
@@ -97,20 +101,6 @@ class ChunkEncoder:
         )
 
 
-def merge(a: "Output", b: "Output") -> "Output":
-    """Two outputs of one choice as one: nothing is lost when a client reads slowly."""
-    logprobs = b.logprobs if a.logprobs is None else a.logprobs + (b.logprobs or ())
-    deltas: dict[str, Any] = {"deltas": a.deltas + b.deltas} if a.deltas or b.deltas else {}
-    return replace(
-        b,
-        **deltas,
-        text=a.text + b.text,
-        token_ids=a.token_ids + b.token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=a.prompt_logprobs,
-    )
-
-
 class EventStream:
     """One streamed response. Use as a context manager: errors become the last event."""
 
@@ -153,7 +143,7 @@ class EventStream:
             log.error("a stream failed", exc_info=cause)
             cause = EngineError("internal error")
         with contextlib.suppress(ConnectionError):
-            await self.finish(b"data: " + orjson.dumps(stoker_object(cause)) + b"\n\n" + DONE)
+            await self.finish(event(stoker_object(cause)) + DONE)
         return True
 
     async def start(self) -> None:
@@ -230,14 +220,14 @@ class EventStream:
                 await self.start()
             if self.unsent_bytes() > BEHIND_BYTES:
                 before = behind.get(output.choice)
-                behind[output.choice] = merge(before, output) if before else output
+                behind[output.choice] = before.merged(output) if before else output
                 if sum(len(held.token_ids) for held in behind.values()) > limit:
                     self._cut_off(f"the client is more than {limit} tokens behind")
                 continue
             self.last_write_s = clock()
             if behind:
                 before = behind.pop(output.choice, None)
-                output = merge(before, output) if before else output
+                output = before.merged(output) if before else output
                 for held in behind.values():
                     self.write(encode(held))
                 behind.clear()

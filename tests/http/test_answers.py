@@ -13,7 +13,7 @@ from served import CHAT, TEXT, Served, chat, joined, text, user
 
 from stoker.engine.async_engine import Output
 from stoker.engine.text.chat_template import ChatTemplate
-from stoker.http.sse import BEHIND_BYTES, EventStream, merge
+from stoker.http.sse import BEHIND_BYTES, EventStream
 
 NUM_BYTES = len(ANSWER.encode())
 
@@ -473,7 +473,7 @@ def test_merging_loses_nothing(answer, sizes):
         outputs.append(Output(0, piece, ids, None, None, None, 3, count))
     merged = outputs[0]
     for output in outputs[1:]:
-        merged = merge(merged, output)
+        merged = merged.merged(output)
     assert merged.text == answer
     assert merged.token_ids == tuple(range(len(answer)))
     assert merged.num_output == len(answer)
