@@ -122,7 +122,7 @@ async def bench_serve(arguments: argparse.Namespace) -> int:
     import aiohttp
 
     if arguments.plot:
-        _need_matplotlib()
+        need_matplotlib("--plot")
     url = arguments.url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {arguments.key}"} if arguments.key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
@@ -158,7 +158,7 @@ async def bench_serve(arguments: argparse.Namespace) -> int:
         result |= overhead(stats, stats_after, cpu_after_s - cpu_s).rows()
     _print(result)
     if arguments.json:
-        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        write_json(arguments.json, result)
     if arguments.plot:
         _plot(samples, arguments.plot)
     return 1 if result["failed"] else 0
@@ -298,11 +298,20 @@ def _print(result: dict[str, Any]) -> None:
         print(f"{name:>24}  {value}")
 
 
-def _need_matplotlib() -> None:
+def need_matplotlib(flag: str) -> None:
+    """Raise StartError where the flag could not draw."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise StartError("--plot needs matplotlib: pip install matplotlib") from None
+        raise StartError(f"{flag} needs matplotlib: pip install matplotlib") from None
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """What --json asks for. Raises StartError."""
+    try:
+        file.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        raise StartError(f"--json {file}: {error.strerror}") from None
 
 
 def _plot(samples: Sequence[Sample], file: Path) -> None:
@@ -354,5 +363,5 @@ async def bench_offline(engine: "AsyncEngine", arguments: argparse.Namespace) ->
     result |= overhead(before, engine.stats, time.thread_time() - cpu_s).rows()
     _print(result)
     if arguments.json:
-        arguments.json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        write_json(arguments.json, result)
     return 0

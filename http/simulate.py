@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from ..engine.api.config import EngineConfig
 from ..engine.api.errors import StartError
 from ..engine.simulate import REQUEST_S, ROUTERS, EngineSpec, Result, simulate
@@ -17,6 +15,7 @@ from ..engine.simulate_cost import CostModel, fit
 from ..engine.simulate_load import LoadRequest, SyntheticLoad, read_trace
 from ..engine.simulate_roofline import ModelShape, RooflineCost, find_card
 from ..engine.step_log import read_step_log
+from .bench import need_matplotlib, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +45,7 @@ def run_simulate(config: EngineConfig, arguments: argparse.Namespace) -> int:
         StartError: a file or a combination of flags is wrong.
     """
     if arguments.plots:
-        _need_matplotlib()
+        need_matplotlib("--plots")
     device = _measured(config, arguments.steps) if arguments.steps else _roofline(config, arguments)
     if arguments.find_rate:
         return _find_rate(device, arguments)
@@ -64,7 +63,7 @@ def run_simulate(config: EngineConfig, arguments: argparse.Namespace) -> int:
             ],
             "simulation": {"seconds": result.wall_s, "speed": result.virtual_s / result.wall_s},
         }
-        _write(arguments.json, written)
+        write_json(arguments.json, written)
     if arguments.plots:
         _plot(result, arguments.plots)
     return 1 if summary["failed"] else 0
@@ -174,7 +173,7 @@ def _find_rate(device: Device, arguments: argparse.Namespace) -> int:
     print(f"{device.about}: {low:.3g} requests/s keep {arguments.find_rate:.0%} good")
     if arguments.json:
         written = {"device": device.about, "rate": low, "tried": {str(r): tried[r] for r in tried}}
-        _write(arguments.json, written)
+        write_json(arguments.json, written)
     return 0
 
 
@@ -224,20 +223,6 @@ def _lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         good = f"{s['goodput_requests_per_s']:.2f} requests a second ({s['slo_attainment']:.1%})"
         lines.append(("goodput", good))
     return lines
-
-
-def _write(file: Path, values: dict[str, Any]) -> None:
-    try:
-        file.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise StartError(f"--json {file}: {error.strerror}") from None
-
-
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise StartError("--plots needs matplotlib: pip install 'stoker[plot]'") from None
 
 
 def _plot(result: Result, folder: Path) -> None:
