@@ -365,7 +365,8 @@ class Server:
             work.end(Overloaded("the server is shutting down", retry_after_s=5, reason="draining"))
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for the running works; those that take too long are ended."""
+        """Wait for the running works; those that take too long are ended. Followers go at once."""
+        self.engine.cache_feed.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), timeout_s)
         self.end_all()
