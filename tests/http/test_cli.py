@@ -220,6 +220,15 @@ def test_serve_drains_on_sigterm():
         assert p.process.wait(10) == 0
 
 
+def test_cache_events_end_well_when_the_server_drains():
+    with Process("--cache-events") as p:
+        with urllib.request.urlopen(p.url + "/cache_events", timeout=10) as events:
+            events.readline()
+            p.process.send_signal(signal.SIGTERM)
+            events.read()  # an answer that is cut off raises IncompleteRead
+        assert p.process.wait(10) == 0
+
+
 def test_a_second_signal_aborts():
     with Process("--drain-timeout", "60") as p:
         stream = p.post("/v1/completions", {**LONG, "max_tokens": 4000} | {"n": 4})
