@@ -141,11 +141,8 @@ def _chat(arguments: argparse.Namespace) -> None:
             async with chat.RemoteModel(arguments.url, arguments.key, options) as model:
                 await chat.converse(model, arguments.system)
             return
-        engine = await start_engine(_config(arguments, log_level="warning"))
-        try:
+        async with await start_engine(_config(arguments, log_level="warning")) as engine:
             await chat.converse(chat.LocalModel(engine, options), arguments.system)
-        finally:
-            await engine.close()
 
     _run(run())
 
@@ -157,13 +154,10 @@ def _generate(arguments: argparse.Namespace) -> None:
         from ..engine import SamplingParams
 
         params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
-        engine = await start_engine(_config(arguments, log_level="warning"))
-        try:
+        async with await start_engine(_config(arguments, log_level="warning")) as engine:
             async for output in engine.submit(await engine.encode(prompt), params):
                 print(output.text, end="", flush=True)
             print()
-        finally:
-            await engine.close()
 
     _run(run())
 
@@ -178,11 +172,8 @@ def _bench_offline(arguments: argparse.Namespace) -> int:
     from .bench import bench_offline
 
     async def run() -> int:
-        engine = await start_engine(_config(arguments, log_level="warning"))
-        try:
+        async with await start_engine(_config(arguments, log_level="warning")) as engine:
             return await bench_offline(engine, arguments)
-        finally:
-            await engine.close()
 
     return _run(run())
 
