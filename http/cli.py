@@ -1,4 +1,4 @@
-"""The `stoker` command: serve, chat, generate, bench, simulate, warm, backends, version.
+"""The `stoker` command: serve, chat, generate, bench, simulate, warm, backends, models, version.
 
 Nothing heavy is imported before a command needs it. Errors are one line on stderr; the exit code is
 2 where the command is wrong, 70 where the engine failed.
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     settings(command("warm", _warm, "Compile what serving a model needs, so that starts do not."))
     command("backends", _backends, "What each backend would use on this machine, and why not.")
+    command("models", _models, "The families of models that can be run, and what was tested.")
     command("version", _version, "Print the version.")
     return parser
 
@@ -216,6 +217,18 @@ def _backends(_: argparse.Namespace) -> None:
     for name, table in tables.items():
         console.print(name, highlight=False, soft_wrap=True)
         console.print(table)
+
+
+def _models(_: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..engine import support
+
+    table = Table(*support.COLUMNS)
+    for row in support.rows():
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _version(_: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.engine import support
-from stoker.http.cli import _parser
+from stoker.http.cli import _parser, main
 from stoker.http.settings import ServerConfig
 
 README = Path(__file__).parents[1] / "README.md"
@@ -48,6 +48,14 @@ def test_the_tables_are_those_of_the_code(name):
     assert written and written[2] == TABLES[name](), (
         f"the README's {name} are stale: run `python tests/test_readme.py`"
     )
+
+
+def test_stoker_models_prints_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert not main(["models"])
+    printed = capsys.readouterr().out
+    for row in support.rows():
+        assert all(cell in printed for cell in row)
 
 
 def test_the_commands_exist():
