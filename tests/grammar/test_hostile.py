@@ -1,11 +1,13 @@
 """Sources that are made to hurt: refused in time, while a stream goes on."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
 
-from stoker.engine.api.errors import RequestError
+from stoker.engine.api.errors import Overloaded, RequestError
 from stoker.engine.api.grammar import GrammarSpec
 from stoker.engine.runtime.grammar.compiler import GrammarCompiler
 
@@ -93,6 +95,28 @@ def test_a_worker_that_was_killed_is_replaced(vocabulary):
     with pytest.raises(RequestError, match="too complex"):
         compiler.submit(GrammarSpec("regex", slow)).result()
     assert compiler.submit(GrammarSpec("regex", "ab")).result().matcher()
+    compiler.close()
+
+
+def test_workers_that_end_while_idle_are_replaced(vocabulary):
+    compiler = GrammarCompiler(vocabulary, "xgrammar", timeout_s=10, num_workers=1)
+    for source in ("a", "b", "c"):
+        assert compiler.submit(GrammarSpec("regex", source)).result().matcher()
+        (worker,) = compiler._idle
+        worker._process.kill()
+        worker._process.wait()
+    assert compiler._num_alive == 1
+    compiler.close()
+
+
+def test_a_busy_machine_is_not_the_grammar_s_fault(vocabulary):
+    """A worker that gets no processor time: 503, and the next time it is tried again."""
+    compiler = GrammarCompiler(vocabulary, "xgrammar", timeout_s=1.5, num_workers=1)
+    compiler.submit(GrammarSpec("regex", "a")).result()
+    os.kill(compiler._idle[0]._process.pid, signal.SIGSTOP)
+    with pytest.raises(Overloaded, match="busy"):
+        compiler.submit(GrammarSpec("regex", "b")).result()
+    assert compiler.submit(GrammarSpec("regex", "b")).result().matcher()
     compiler.close()
 
 

@@ -8,6 +8,7 @@ Runs on: pool.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,6 +37,8 @@ MAX_COMPILED_BYTES = 64 << 20
 MAX_WAITING = 32  # threads that wait for workers
 MAX_FAILURES = 256  # remembered, so that a bad schema costs its deadline once
 START_S = 30.0  # to start a worker; it is no request's fault when a machine is slow
+PATIENCE_S = 1.0  # a grammar that takes longer goes on with what processors are idle
+BUSY_SHARE = 0.5  # of the deadline, in processor time: with less, the machine was at fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class _Killed(Exception):
     """The worker ran into the deadline, or crashed."""
 
 
+class _Gone(Exception):
+    """The worker had ended before it was asked."""
+
+
 class _Worker:
     """One compile process and the pipe to it."""
 
@@ -72,6 +79,7 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": path},
         )
+        self.spent_s = 0.0  # processor time of the last request
         self._received = bytearray()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stdout, selectors.EVENT_READ)
@@ -110,24 +118,50 @@ class _Worker:
     def compile(self, request: dict[str, Any], deadline: float) -> tuple[str, str, str, bytes]:
         """Library, kind and source that were compiled, and what they gave.
 
-        Raises GrammarError with the reason, or _Killed.
+        Raises GrammarError with the reason, _Gone, or _Killed.
         """
+        if self._process.poll() is not None:
+            raise _Gone
+        began = self.processor_s()
         try:
             write_frame(self._stdin, json.dumps(request).encode())
+            quick = time.monotonic() + PATIENCE_S
+            if quick < deadline and not self._selector.select(PATIENCE_S):
+                self._set_idle(True)
+            answer = json.loads(self._read(deadline))
+            payload = self._read(deadline)
         except OSError:
             raise _Killed from None
-        answer = json.loads(self._read(deadline))
-        payload = self._read(deadline)
+        finally:
+            self.spent_s = self.processor_s() - began
+        self._set_idle(False)
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
         return answer["library"], answer["kind"], answer["source"], payload
+
+    def _set_idle(self, is_idle: bool) -> None:
+        """Run on what other threads leave, without ever delaying them; where the OS has that."""
+        if hasattr(os, "SCHED_IDLE"):
+            policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
+            with contextlib.suppress(OSError):  # it has ended, or the OS forbids the way back
+                os.sched_setscheduler(self._process.pid, policy, os.sched_param(0))
+
+    def processor_s(self) -> float:
+        """Processor time that the process has used; the clock's where the OS does not tell."""
+        try:
+            with open(f"/proc/{self._process.pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return time.monotonic()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         self._selector.close()
-        self._stdin.close()
-        self._stdout.close()
+        for pipe in (self._stdin, self._stdout):
+            with contextlib.suppress(OSError):  # what was not written yet has no reader
+                pipe.close()
 
 
 class GrammarCompiler:
@@ -216,7 +250,7 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, key: tuple[str, str], deadline: float) -> Compiled:
         try:
             compiled = self._with_worker(spec, deadline)
-        except RequestError as error:
+        except RequestError as error:  # not Overloaded: that may be better the next time
             with self._lock:
                 self._failures[key] = error
                 if len(self._failures) > MAX_FAILURES:
@@ -236,32 +270,48 @@ class GrammarCompiler:
 
     def _with_worker(self, spec: GrammarSpec, deadline: float) -> Compiled:
         """Check and compile in a worker, load here."""
-        worker = self._worker(deadline)
         request = {
             "libraries": self._order,
             "kind": spec.kind,
             "source": spec.source,
             "max_bytes": MAX_COMPILED_BYTES,
         }
-        try:
-            name, kind, source, data = worker.compile(request, deadline)
-        except _Killed:
-            worker.kill()
-            with self._lock:
-                self._num_alive -= 1
-            self._start_worker()
-            is_late = time.monotonic() >= deadline
-            reason = f"not compiled within {self._timeout_s:g} s" if is_late else "out of memory"
-            raise _refusal(spec, f"too complex: {reason}") from None
-        except GrammarError as error:
-            self._give_back(worker)
-            raise _refusal(spec, str(error)) from None
+        while True:
+            worker = self._worker(deadline)
+            try:
+                name, kind, source, data = worker.compile(request, deadline)
+                break
+            except _Gone:
+                self._replace(worker)
+            except _Killed:
+                is_late = time.monotonic() >= deadline
+                self._replace(worker)
+                if is_late and worker.spent_s < BUSY_SHARE * self._timeout_s:
+                    raise Overloaded(
+                        "this machine is too busy to compile a grammar", retry_after_s=1
+                    ) from None
+                reason = f"not compiled within {self._timeout_s:g} s"
+                raise _refusal(
+                    spec, f"too complex: {reason if is_late else 'its compilation failed'}"
+                ) from None
+            except GrammarError as error:
+                self._give_back(worker)
+                raise _refusal(spec, str(error)) from None
         self._give_back(worker)
         with self._lock:
             if name not in self._backends:
                 self._backends[name] = make_backend(name, self._vocabulary)
             backend = self._backends[name]
         return backend.load(kind, source, data)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Start another in the place of one that has ended or must."""
+        try:
+            worker.kill()
+        finally:
+            with self._lock:
+                self._num_alive -= 1
+            self._start_worker()
 
     def _worker(self, deadline: float) -> _Worker:
         """One that is idle; starts one where fewer run than may."""

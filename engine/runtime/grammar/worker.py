@@ -22,7 +22,7 @@ from .api import Backend, Compiled, GrammarError, Vocabulary
 from .schema import SchemaError
 from .translate import check_nesting, translate
 
-NICENESS = 10  # where there is no SCHED_IDLE
+NICENESS = 10  # beside the engine's threads; who takes long is set back further from outside
 MAX_MEMORY = 4 << 30
 PROBE_TOKENS = 48
 MAX_MASK_S = 0.05  # processor time of one mask
@@ -108,14 +108,6 @@ def probe(compiled: Compiled, vocabulary: Vocabulary) -> None:
             raise GrammarError("the grammar forbids what its mask allows")
 
 
-def _step_back() -> None:
-    """Run on what the engine's threads leave, without ever delaying them where the OS can."""
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(NICENESS)
-
-
 def _limit_memory() -> None:
     try:
         import resource
@@ -156,7 +148,7 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import it
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the frames
-    _step_back()
+    os.nice(NICENESS)
     _limit_memory()
     vocabulary = unpack_vocabulary(read_frame(source))
     backends: dict[str, Backend] = {}
