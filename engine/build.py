@@ -78,6 +78,13 @@ class Builder:
             self.files = model_files.resolve(
                 self.config.model, needs_weights=self.config.load_format != "dummy"
             )
+            has_tiers(self.config)  # what is wrong with flags and paths is said before weights load
+            for flag, path in (
+                ("--tokenizer", self.config.tokenizer),
+                ("--chat-template", self.config.chat_template),
+            ):
+                if path is not None and not Path(path).exists():
+                    raise StartError(f"{flag} {path}: there is no such file")
         longest = self.files.config.longest_context
         asked = self.config.max_model_len
         if asked is not None and asked > longest:
@@ -91,10 +98,7 @@ class Builder:
         """Tokenizer and chat template. Raises StartError."""
         with self._phase("tokenizer"):
             if self.config.tokenizer is not None:
-                source = Path(self.config.tokenizer)
-                if not source.exists():
-                    raise StartError(f"--tokenizer {source}: there is no such file or folder")
-                tokenizer = Tokenizer.load(source)
+                tokenizer = Tokenizer.load(Path(self.config.tokenizer))
             elif self.files.gguf is not None:  # its metadata is read already
                 tokenizer = Tokenizer.from_gguf(self.files.gguf.metadata)
             else:
@@ -102,10 +106,7 @@ class Builder:
             tokenizer.eos_ids |= frozenset(self.files.eos_token_ids)
             template: Any = self.files.chat_template or tokenizer.chat_templates
             if self.config.chat_template is not None:
-                path = Path(self.config.chat_template)
-                if not path.is_file():
-                    raise StartError(f"--chat-template {path}: there is no such file")
-                template = path.read_text()
+                template = Path(self.config.chat_template).read_text()
             return tokenizer, ChatTemplate(template, tokenizer.special_tokens) if template else None
 
     def load(self) -> tuple[Scheduler, ModelRunner]:

@@ -11,7 +11,6 @@ ends the thread, and with it the engine.
 Runs on: gpu.
 """
 
-import gc
 import itertools
 import logging
 import queue
@@ -85,7 +84,6 @@ class GPUThread(threading.Thread):
         except BaseException as error:  # reported to whoever starts the engine
             self._on_ready(error)
             return
-        gc.freeze()  # what was loaded stays; the collector need not walk through it while we serve
         self._on_ready(None)
         try:
             self._loop(scheduler, runner)

@@ -7,6 +7,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import aiohttp
@@ -105,12 +106,17 @@ async def converse(model: Model, system: str | None = None) -> None:
     """
     messages = _fresh(system)
     print(HELP)
+    loop = asyncio.get_running_loop()
+    hint = partial(print, "\n(Ctrl-D or /exit leaves)\n> ", end="", flush=True)
     while True:
+        loop.add_signal_handler(signal.SIGINT, hint)  # the thread that reads cannot be interrupted
         try:
             line = (await asyncio.to_thread(input, "> ")).strip()
         except EOFError:
             print()
             return
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
         command, _, rest = line.partition(" ")
         if command == "/exit":
             return

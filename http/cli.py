@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read our output has gone; the last flush must not fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,13 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_client_flags(chat)
     chat.add_argument("--system", help="system message")
     chat.add_argument("--max-tokens", type=int, help="longest answer")
-    chat.add_argument("--temperature", type=float)
+    chat.add_argument("--temperature", type=float, help="0 takes the likeliest; the model's own")
     settings(chat)
 
     generate = command("generate", _generate, "Continue a prompt in process.")
     generate.add_argument("--prompt", help="text to continue; read from stdin if absent")
-    generate.add_argument("--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0)
+    text = "longest output (default: %(default)s)"
+    generate.add_argument("--max-tokens", type=int, default=128, help=text)
+    text = "0 takes the likeliest token (default: %(default)s)"
+    generate.add_argument("--temperature", type=float, default=0.0, help=text)
     settings(generate)
 
     bench = commands.add_parser("bench", help="Measure speed.", description="Measure speed.")
@@ -301,7 +306,7 @@ class StartProgress:
             tenth = done * 10 // total if total else 0
             if self.shown.get(phase) != tenth:
                 self.shown[phase] = tenth
-                log.info("%s: %d of %d", phase, done, total)
+                log.info("%s: %.0f of %.0f MB", phase, done / 1e6, total / 1e6)
 
 
 def _announce(engine: "AsyncEngine", config: ServerConfig, sock: socket.socket) -> None:

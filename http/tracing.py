@@ -37,7 +37,8 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise StartError(
-                f"--otlp-traces-endpoint needs pip install 'stoker[otel]' ({error})"
+                "--otlp-traces-endpoint needs opentelemetry-sdk and "
+                f"opentelemetry-exporter-otlp-proto-http ({error})"
             ) from None
         exporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces", timeout=5)
         self.provider = TracerProvider(resource=Resource.create({"service.name": "stoker"}))

@@ -303,7 +303,7 @@ def test_progress_without_a_terminal(caplog):
     caplog.set_level("INFO")
     with cli.StartProgress(has_terminal=False) as progress:
         for done in range(0, 101):
-            progress("weights", done, 100)
+            progress("weights", done * 1_000_000, 100_000_000)
     lines = [record.message for record in caplog.records]
     assert len(lines) == 11
-    assert lines[-1] == "weights: 100 of 100"
+    assert lines[-1] == "weights: 100 of 100 MB"
