@@ -493,11 +493,7 @@ class Decoder:
         self._ops = ops
         self._parameters = parameters = Parameters(ops, device, dtype)
         self.shapes: Mapping[str, tuple[int, ...]] = parameters.shapes
-        self._embedding = Embedding(
-            "model.embed_tokens",
-            config,
-            parameters,
-        )
+        self._embedding = Embedding("model.embed_tokens", config, parameters)
         length = max_positions or config.max_position_embeddings
         rope = local_rope = rope_table(config.rope, length, device)
         if config.local_rope is not None:

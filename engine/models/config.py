@@ -182,6 +182,10 @@ class Fields:
             raise StartError(f"model config: {key} must be a positive number, not {value!r:.80}")
         return float(value)
 
+    def number_or_none(self, key: str) -> float | None:
+        """A positive number; None where it is absent or null."""
+        return None if self.get(key) is None else self.number(key)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
         value = self._read(key, default)
@@ -391,6 +395,12 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         return mscale(fields.number("mscale")) / mscale(fields.number("mscale_all_dim"))
     return mscale(1.0)
+
+
+def one_window(hf: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """The same window for all layers, none where sliding_window is null."""
+    window = None if hf.get("sliding_window") is None else hf.integer("sliding_window")
+    return (window,) * num_layers
 
 
 def windows_by_layer(hf: Fields, num_layers: int, default: Collection[int]) -> tuple:

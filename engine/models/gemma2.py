@@ -21,16 +21,11 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     if hf.get("use_bidirectional_attention"):
         raise StartError("model config: use_bidirectional_attention is not supported")
     bias = hf.flag("attention_bias")
-    attention, final = (
-        None if hf.get(f"{which}_logit_softcapping") is None
-        else hf.number(f"{which}_logit_softcapping")
-        for which in ("attn", "final")
-    )  # fmt: skip
     return replace(
         config,
         attention_scale=hf.number("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=attention,
-        logit_softcap=final,
+        attention_softcap=hf.number_or_none("attn_logit_softcapping"),
+        logit_softcap=hf.number_or_none("final_logit_softcapping"),
         windows=windows_by_layer(hf, config.num_layers, range(0, config.num_layers, 2)),
         qkv_bias=bias,
         o_bias=bias,

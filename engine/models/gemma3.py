@@ -16,7 +16,6 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
         raise StartError("model config: use_bidirectional_attention is not supported")
     pattern = hf.integer("sliding_window_pattern", 6)
     sliding = [layer for layer in range(config.num_layers) if (layer + 1) % pattern]
-    softcap = hf.get("final_logit_softcapping")
     bias = hf.flag("attention_bias")
     return replace(
         config,
@@ -31,7 +30,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
         layer_norms=SANDWICH_NORMS,
         embed_scale=config.hidden_size**0.5,
         round_embed_scale=True,
-        logit_softcap=None if softcap is None else hf.number("final_logit_softcapping"),
+        logit_softcap=hf.number_or_none("final_logit_softcapping"),
     )
 
 

@@ -6,15 +6,14 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ...backends.api import RouterSpec
-from .config import Family, Fields, ModelConfig, MoEConfig
+from .config import Family, Fields, ModelConfig, MoEConfig, one_window
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Two experts a token by default; one window for all layers, where there is one."""
-    window = None if hf.get("sliding_window") is None else hf.integer("sliding_window")
     return replace(
         config,
-        windows=(window,) * config.num_layers,
+        windows=one_window(hf, config.num_layers),
         moe=MoEConfig(
             num_experts=hf.integer("num_local_experts", 8),
             intermediate_size=config.intermediate_size,

@@ -5,16 +5,15 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from .config import Family, Fields, ModelConfig
+from .config import Family, Fields, ModelConfig, one_window
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     """One window for all layers, none where sliding_window is null."""
-    window = None if hf.get("sliding_window") is None else hf.integer("sliding_window")
     bias = hf.flag("use_bias", True)
     return replace(
         config,
-        windows=(window,) * config.num_layers,
+        windows=one_window(hf, config.num_layers),
         norm="layer",
         norm_bias=True,
         norm_eps=hf.number("norm_epsilon", 1e-5),
