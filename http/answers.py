@@ -93,12 +93,11 @@ class Formats:
             return None
         if answer.tool_format is not None and answer.tool_format.has_channels:
             begin = tokenizer.encode("<|channel|>", False)
-            return Reasoning(("<|channel|>final<|message|>",), tuple(begin[:1]), is_open=False)
+            return Reasoning(("<|channel|>final<|message|>",), (tuple(begin),), is_open=False)
         if answer.reasoning is None:
             return None
-        begins = (tokenizer.encode(start, False)[:1] for start in answer.reasoning.starts)
-        begin_ids = tuple(token for begin in begins for token in begin)
-        return Reasoning(answer.reasoning.ends, begin_ids, is_open=answer.is_open)
+        begins = tuple(tuple(tokenizer.encode(start, False)) for start in answer.reasoning.starts)
+        return Reasoning(answer.reasoning.ends, begins, is_open=answer.is_open)
 
 
 def _schemas(tools: Sequence[Tool] | None) -> dict[str, dict[str, Any]]:

@@ -15,13 +15,13 @@ class Reasoning:
 
     Attributes:
         ends: the structure begins behind the token that completes one of these texts.
-        begin_ids: where the prompt has not opened the reasoning, the tokens that do. An output that
-            begins with another is the structure from there on.
+        begins: where the prompt has not opened the reasoning, the tokens of each text that does. An
+            output that begins otherwise is the structure from its first token on.
         is_open: the output begins inside of the reasoning.
     """
 
     ends: tuple[str, ...]
-    begin_ids: tuple[int, ...] = ()
+    begins: tuple[tuple[int, ...], ...] = ()
     is_open: bool = True
 
 

@@ -168,21 +168,67 @@ class TestGate:
         self, gate, ids_of, vocabulary
     ):
         row = np.zeros(vocabulary.mask_words, np.int32)
-        matcher = gate(begin_ids=(7,), is_open=False)
+        matcher = gate(begins=((7,),), is_open=False)
         matcher.fill_mask(row)
         assert 7 in allowed(row)
         assert all(matcher.accept(token) for token in [*ids_of("42"), 2])
-        matcher = gate(begin_ids=(7,), is_open=False)
+        matcher = gate(begins=((7,),), is_open=False)
         assert matcher.accept(7)
         assert matcher.is_open
         assert all(matcher.accept(token) for token in ids_of("hm</think>42"))
         matcher.fill_mask(row)
         assert allowed(row) == {2}
 
+    @pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+    @pytest.mark.parametrize("pattern", ["<tool>[0-9]{2}", "[0-9]{2}"])
+    def test_a_begin_of_several_tokens_is_one_of_two_ways(
+        self, grammar, ids_of, vocabulary, masks, library, pattern
+    ):
+        """Not special tokens: the structure may begin with the same ones."""
+        begin = tuple(ids_of("<think>"))
+        assert len(begin) > 1
+        reasoning = Reasoning(("</think>",), (begin,), is_open=False)
+        compiled = grammar(pattern, library, reasoning=reasoning)
+
+        def after(tokens):
+            masks.admit(admission(1, compiled))
+            [constraint] = masks.begin([1])
+            first = allowed(masks.take()[0])
+            constraint.accept(tokens)
+            masks.begin([1])
+            row = allowed(masks.take()[0])
+            matcher = compiled.matcher()
+            assert all(matcher.accept(token) for token in tokens)
+            alone = np.zeros(vocabulary.mask_words, np.int32)
+            matcher.fill_mask(alone)
+            assert row == allowed(alone)
+            return first, row
+
+        first, second = after(begin[:1])
+        assert {vocabulary.tokens[i][:1] for i in first} <= {b"<", *(b"%d" % i for i in range(10))}
+        assert begin[0] in first and begin[1] in second
+        if pattern.startswith("["):
+            assert second == {begin[1]}
+        _, inside = after(begin)
+        assert len(inside) == vocabulary.size - 1
+        structure = ids_of("<tool>42" if "tool" in pattern else "42")
+        for tokens in (structure, [*begin, *ids_of("hm</think>"), *structure]):
+            assert after(tokens)[1] == {2}
+        matcher = compiled.matcher()
+        path = [*begin, *ids_of("hm</think>"), *structure]
+        for num_back in range(1, len(path) + 1):
+            assert all(matcher.accept(token) for token in path)
+            matcher.rollback(num_back)
+            assert all(matcher.accept(token) for token in path[len(path) - num_back :])
+            matcher.rollback(len(path))
+            assert not matcher.accept(ids_of("x")[0])
+            assert all(matcher.accept(token) for token in structure)
+            matcher.rollback(len(structure))
+
     def test_rollback_crosses_the_end_of_reasoning(self, gate, ids_of, vocabulary):
         row = np.zeros(vocabulary.mask_words, np.int32)
         tokens = ids_of("so</think>42")
-        for begin in ({}, {"begin_ids": (7,), "is_open": False}):
+        for begin in ({}, {"begins": ((7,),), "is_open": False}):
             matcher = gate(**begin)
             path = ([7] if begin else []) + tokens
             for num_back in range(1, len(path) + 1):

@@ -294,6 +294,7 @@ async def test_forced_calls_come_after_the_reasoning():
         before = s.specs[-1].reasoning
         assert before.ends == ("</think>",)
         assert not before.is_open
+        assert before.begins == (tuple(s.engine.tokenizer.encode("<think>", False)),)
 
 
 def test_parsers_that_do_not_go_together():

@@ -155,9 +155,10 @@ class LlguidanceMatcher:
 
     def accept(self, token: int) -> bool:
         """See api.Matcher."""
-        is_accepted: bool = self.handle.consume_token(token)
-        self.is_terminated = is_accepted and token in self._stop_ids
-        return is_accepted
+        if token not in self._stop_ids:  # a token that does not fit breaks what consume_token has
+            return self.handle.try_consume_tokens([token]) == 1
+        self.is_terminated = self.handle.consume_token(token)
+        return self.is_terminated
 
     def fill_mask(self, row: np.ndarray) -> bool:
         """See api.Matcher."""

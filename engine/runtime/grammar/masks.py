@@ -118,7 +118,7 @@ class Masks:
         for i, c in enumerate(constraints):
             matcher = c.matcher
             if isinstance(matcher, Gate):
-                if matcher.is_open:
+                if matcher.is_outside:
                     matcher.fill_mask(self._table[i])
                     matchers.append(matcher)
                     continue
