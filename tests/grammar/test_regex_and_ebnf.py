@@ -199,6 +199,57 @@ def test_a_wrong_structural_tag_is_refused_with_its_pointer(tag, pointer, compil
         compiled("structural_tag", json.dumps(tag))
 
 
+def _whole_formats():
+    """Each kind of format with all that it needs."""
+    text = {"type": "any_text"}
+    digit = {"type": "regex", "pattern": "[0-9]"}
+    tag = {"type": "tag", "begin": "<f>", "content": digit, "end": "</f>"}
+    signed = {"type": "tag", "begin": {"type": "token", "token": 3}, "content": digit, "end": "."}
+    return [
+        {"type": "const_string", "value": "a"},
+        {"type": "json_schema", "json_schema": {}},
+        {"type": "token", "token": 3},
+        {"type": "grammar", "grammar": 'root ::= "a"'},
+        digit,
+        {"type": "sequence", "elements": [digit, text]},
+        {"type": "or", "elements": [digit, tag]},
+        tag,
+        {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag]},
+        {"type": "token_triggered_tags", "trigger_tokens": [3], "tags": [signed]},
+        {"type": "tags_with_separator", "tags": [tag], "separator": ","},
+        {"type": "optional", "content": digit},
+        {"type": "plus", "content": digit},
+        {"type": "star", "content": digit},
+        {"type": "repeat", "min": 1, "max": 3, "content": digit},
+        {"type": "dispatch", "rules": [["<f", digit]]},
+        {"type": "token_dispatch", "rules": [[3, digit]]},
+    ]
+
+
+@pytest.mark.parametrize("form", _whole_formats(), ids=lambda form: form["type"])
+def test_a_format_without_one_of_its_fields_is_refused_with_its_pointer(form, compiled):
+    compiled("structural_tag", json.dumps({"format": form}))
+    for name in form.keys() - {"type"}:
+        less = {key: value for key, value in form.items() if key != name}
+        for wrong in (less, {**form, name: None}, {**form, name: 1.5}, {**form, name: [[]]}):
+            outer = {"type": "sequence", "elements": [wrong]}
+            with pytest.raises(RequestError, match=f" /format/elements/0/{name}[:/]"):
+                compiled("structural_tag", json.dumps({"format": outer}))
+
+
+@pytest.mark.parametrize(
+    ("tag", "pointer"),
+    [
+        ({"structures": [{"begin": "<f>"}], "triggers": ["<f"]}, "/structures/0/end"),
+        ({"structures": [{"end": "<f>"}], "triggers": ["<f"]}, "/structures/0/begin"),
+        ({"structures": [{"begin": "<f>", "end": "x"}]}, "/triggers"),
+    ],
+)
+def test_the_older_form_names_what_it_lacks(tag, pointer, compiled):
+    with pytest.raises(RequestError, match=f" {pointer}:"):
+        compiled("structural_tag", json.dumps(tag))
+
+
 def test_a_set_is_written_one_bracket_for_each_length_in_utf8():
     node = regex.parse("[^a]")
     assert regex.write(node) == (

@@ -7,6 +7,7 @@ Runs on: any (pure).
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from . import regex, schema
@@ -39,6 +40,90 @@ FIELDS = {
     "token_dispatch": {"rules", "loop", "exclude_tokens"},
 }
 
+# Those without which a library fails, not always in a way that tells the client.
+REQUIRED = {
+    "const_string": {"value"},
+    "json_schema": {"json_schema"},
+    "token": {"token"},
+    "grammar": {"grammar"},
+    "regex": {"pattern"},
+    "sequence": {"elements"},
+    "or": {"elements"},
+    "tag": {"begin", "content", "end"},
+    "triggered_tags": {"triggers", "tags"},
+    "token_triggered_tags": {"trigger_tokens", "tags"},
+    "tags_with_separator": {"tags", "separator"},
+    "optional": {"content"},
+    "plus": {"content"},
+    "star": {"content"},
+    "repeat": {"min", "max", "content"},
+    "dispatch": {"rules"},
+    "token_dispatch": {"rules"},
+}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and -1 <= value < 1 << 31
+
+
+def _is_token(value: Any) -> bool:
+    return _is_text(value) or (type(value) is int and 0 <= value < 1 << 31)
+
+
+def _is_sign(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("type") == "token" and _is_token(value.get("token"))
+    return _is_text(value)
+
+
+def _is_list(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_token(value[0])
+
+
+_FLAG = (lambda value: isinstance(value, bool), "true or false")
+_TEXT = (_is_text, "a text")
+_TEXTS = (_is_list(_is_text), "a list of texts")
+_TOKENS = (_is_list(_is_token), "a list of tokens: texts or ids")
+_COUNT = (_is_count, "a number")
+_FORMATS = (_is_list(lambda value: isinstance(value, dict)), "a list of formats")
+# What the fields hold that are walked no further.
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "value": _TEXT,
+    "style": _TEXT,
+    "grammar": _TEXT,
+    "syntax": _TEXT,
+    "pattern": _TEXT,
+    "separator": (_is_sign, "a text or a token"),
+    "begin": (_is_sign, "a text or a token"),
+    "end": (
+        lambda value: _is_sign(value) or (_is_list(_is_sign)(value) and len(value) > 0),
+        "a text, a token, or a list of these",
+    ),
+    "token": (_is_token, "a text or an id"),
+    "excludes": _TEXTS,
+    "triggers": _TEXTS,
+    "trigger_tokens": _TOKENS,
+    "exclude_tokens": _TOKENS,
+    "max_tokens": _COUNT,
+    "max_chars": _COUNT,
+    "min": _COUNT,
+    "max": _COUNT,
+    "at_least_one": _FLAG,
+    "stop_after_first": _FLAG,
+    "loop": _FLAG,
+    "elements": _FORMATS,
+    "tags": _FORMATS,
+    "rules": (_is_list(_is_rule), "a list of pairs"),
+}
+
 
 def translate(source: str, library: str) -> tuple[str, str]:
     """Kind and source as a library enforces them. Raises GrammarError."""
@@ -57,16 +142,22 @@ def _modern(tag: Any) -> Any:
     structures = tag["structures"]
     if not isinstance(structures, list) or not all(isinstance(s, dict) for s in structures):
         raise schema.SchemaError("/structures", "structures is a list of objects")
+    for i, one in enumerate(structures):
+        for name in ("begin", "end"):
+            if not _is_sign(one.get(name)):
+                raise schema.SchemaError(f"/structures/{i}/{name}", f"{name} is a text")
+    if not _TEXTS[0](tag.get("triggers")):
+        raise schema.SchemaError("/triggers", "triggers is a list of texts")
     tags = [
         {
             "type": "tag",
-            "begin": s.get("begin"),
+            "begin": s["begin"],
             "content": {"type": "json_schema", "json_schema": s.get("schema", True)},
-            "end": s.get("end"),
+            "end": s["end"],
         }
         for s in structures
     ]
-    return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
 def _format(node: Any, at: str, library: str, depth: int) -> dict[str, Any]:
@@ -79,6 +170,11 @@ def _format(node: Any, at: str, library: str, depth: int) -> dict[str, Any]:
     unknown = sorted(node.keys() - FIELDS[kind] - {"type"})
     if unknown:
         raise schema.SchemaError(f"{at}/{unknown[0]}", f"{kind} has no field of this name")
+    for name in sorted(REQUIRED.get(kind, set()) - node.keys()):
+        raise schema.SchemaError(f"{at}/{name}", f"{kind} needs this field")
+    for name, value in node.items():
+        if (check := CHECKS.get(name)) and not check[0](value):
+            raise schema.SchemaError(f"{at}/{name}", f"{name} is {check[1]}")
     out = dict(node)
     if kind == "json_schema":
         try:
@@ -89,8 +185,6 @@ def _format(node: Any, at: str, library: str, depth: int) -> dict[str, Any]:
             raise schema.Unenforceable(f"{at}/json_schema{error.pointer}", error.reason) from None
         out["max_whitespace_cnt"] = MAX_WHITESPACE
     elif kind == "regex":
-        if not isinstance(node.get("pattern"), str):
-            raise schema.SchemaError(f"{at}/pattern", "pattern is a text")
         try:
             tree = regex.anchored(regex.parse(node["pattern"]), search=False)
         except GrammarError as error:
@@ -100,21 +194,14 @@ def _format(node: Any, at: str, library: str, depth: int) -> dict[str, Any]:
         out["content"] = _format(node["content"], f"{at}/content", library, depth + 1)
     for name in ("elements", "tags"):
         if name in node:
-            if not isinstance(node[name], list):
-                raise schema.SchemaError(f"{at}/{name}", f"{name} is a list")
             out[name] = [
                 _format(item, f"{at}/{name}/{i}", library, depth + 1)
                 for i, item in enumerate(node[name])
             ]
     if "rules" in node:
-        rules = node["rules"]
-        if not isinstance(rules, list) or any(
-            not isinstance(rule, list) or len(rule) != 2 for rule in rules
-        ):
-            raise schema.SchemaError(f"{at}/rules", "rules is a list of pairs")
         out["rules"] = [
             [sign, _format(form, f"{at}/rules/{i}/1", library, depth + 1)]
-            for i, (sign, form) in enumerate(rules)
+            for i, (sign, form) in enumerate(node["rules"])
         ]
     return out
 
