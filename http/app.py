@@ -19,8 +19,8 @@ from aiohttp import web
 from ..engine.api.errors import EngineError, StokerError
 from .access import Access, Handler, allowed_origin, preflight
 from .cli import EXIT_ENGINE_DEAD
-from .connection import PRODUCT, make_runner, tls
-from .errors import error_response, stoker_response
+from .connection import PRODUCT, is_gone, make_runner, tls
+from .errors import error_response, note_failure, stoker_response
 from .logs import REQUEST_ID
 from .openapi import ROUTES
 from .routes import TABLE
@@ -123,13 +123,14 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except StokerError as error:
-        log.debug("%s: %s", request.path, error)
+        if not note_failure(error, request.path):
+            log.debug("%s: %s", request.path, error)
         return stoker_response(error)
     except web.HTTPException as error:
         return _explain(request, error)
-    except ConnectionError:
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ConnectionError) and is_gone(request):
+            raise
         log.exception("%s failed", request.path)
         return error_response("internal error", 500)
 

@@ -24,6 +24,8 @@ from .errors import error_response
 from .serving import CALLER, SERVER, new_id
 from .settings import ServerConfig
 
+log = logging.getLogger(__name__)
+
 MAX_HEADERS, MAX_HEADER_BYTES = 128, 8190
 PRODUCT = "stoker"  # the Server header; no version: it would tell which holes to try
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -97,6 +99,11 @@ def make_runner(app: web.Application) -> web.AppRunner:
     )
 
 
+def is_gone(request: web.Request) -> bool:
+    """Whether the client has left, or was cut off."""
+    return request.transport is None or request.transport.is_closing()
+
+
 class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -127,12 +134,14 @@ class Connection(web.RequestHandler):
         """What the parser refuses, as OpenAI's error object."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was already on its way")
+        headers = {"Server": PRODUCT, "X-Request-Id": new_id("")}
+        if status >= 500:
+            log.error("%s: a request failed", headers["X-Request-Id"], exc_info=exc)
         text = "internal error" if status >= 500 else (message or "this is no HTTP request")
         if isinstance(exc, LineTooLong):
             status, text = 431, f"the request line or a header is over {MAX_HEADER_BYTES} bytes"
         elif text.startswith("Too many headers"):
             status, text = 431, f"there are more than {MAX_HEADERS} headers"
-        headers = {"Server": PRODUCT, "X-Request-Id": new_id("")}
         response = error_response(text, status, headers=headers)
         response.force_close()
         return response

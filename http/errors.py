@@ -3,6 +3,7 @@
 Runs on: loop.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ..engine.api.errors import EngineError, Overloaded, RequestError, StokerError
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 2000
 MAX_REPORTED = 10
@@ -62,6 +65,21 @@ def status_of(error: StokerError) -> int:
     if isinstance(error, RequestError):
         return error.status
     return 503 if isinstance(error, Overloaded) else 500
+
+
+class EngineStopped(EngineError):
+    """The engine has died, which it has said itself."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has stopped")
+
+
+def note_failure(error: StokerError, what: str) -> bool:
+    """Log what nobody expected, with its traceback; returns whether it is that."""
+    is_failure = status_of(error) == 500 and not isinstance(error, EngineStopped)
+    if is_failure:
+        log.error("%s failed", what, exc_info=error)
+    return is_failure
 
 
 def stoker_object(error: StokerError) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .overhead import Overhead, overhead
 if TYPE_CHECKING:
     from ..engine import Output
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "overload", "error")
 REJECTIONS = ("queue_full", "queue_timeout", "draining", "aborted", "engine_dead")
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5, 1, 5)

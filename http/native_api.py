@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from pydantic import Field, field_validator, model_validator
 
-from ..engine.api.errors import EngineError, RequestError
+from ..engine.api.errors import RequestError
 from ..engine.api.grammar import GrammarSpec
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from .errors import error_response
+from .errors import EngineStopped, error_response
 from .limits import MAX_DETOKENIZED
 from .logprobs import chosen_logprob
 from .openai_api import (
@@ -335,7 +335,10 @@ async def detokenize(request: web.Request) -> web.Response:
     model_name(server, body.model)
     tokens, size = body.tokens, server.engine.vocab_size
     if tokens and not 0 <= min(tokens) <= max(tokens) < size:
-        raise RequestError("tokens: an id is outside the vocabulary", param="tokens")
+        wrong = next(token for token in tokens if not 0 <= token < size)
+        raise RequestError(
+            f"tokens: id {wrong} is outside the vocabulary of {size}", param="tokens"
+        )
     skips = body.skip_special_tokens is True
     prompt = await asyncio.to_thread(server.engine.tokenizer.decode, tokens, skips)
     return json_response({"prompt": prompt})
@@ -397,7 +400,7 @@ async def flush_cache(request: web.Request) -> web.Response:
     """POST /flush_cache: empty the prefix cache."""
     server = request.app[SERVER]
     if not server.is_alive():
-        raise EngineError("the engine has stopped")
+        raise EngineStopped
     return json_response({"success": True, "kept_tokens": await server.engine.flush_cache()})
 
 

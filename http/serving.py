@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 from aiohttp import web
 
-from ..engine.api.errors import EngineError, Overloaded, RequestError, StokerError
+from ..engine.api.errors import Overloaded, RequestError, StokerError
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import SamplingParams
 from .answers import Formats
+from .errors import EngineStopped
 from .limits import check_raw, check_sizes
 from .metrics import Meter, Metrics
 from .settings import ServerConfig
@@ -236,6 +237,7 @@ class Server:
         except BaseException as error:
             outcome = "error"
             if isinstance(error, Overloaded):
+                outcome = "overload"
                 self.note_overload(error)
             raise
         finally:
@@ -271,7 +273,7 @@ class Server:
             return
         if reason == "engine_dead":
             self.metrics.rejected[reason] += 1
-            raise EngineError("the engine has stopped")
+            raise EngineStopped
         if reason == "draining":
             error = Overloaded("the server is shutting down", retry_after_s=5, reason=reason)
         else:

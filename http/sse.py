@@ -19,7 +19,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 
 from ..engine.api.errors import EngineError, Overloaded, StokerError
-from .errors import stoker_object
+from .errors import note_failure, stoker_object
 from .metrics import Meter
 from .serving import Server, Work, check_end, run_all
 
@@ -142,6 +142,8 @@ class EventStream:
         if not isinstance(cause, StokerError):
             log.error("a stream failed", exc_info=cause)
             cause = EngineError("internal error")
+        else:
+            note_failure(cause, "a stream")
         with contextlib.suppress(ConnectionError):
             await self.finish(event(stoker_object(cause)) + DONE)
         return True

@@ -90,7 +90,7 @@ class Tracer:
                 if end >= start > 0:
                     span = self._tracer.start_span(name, context=inside, start_time=ns(start))
                     span.end(ns(end))
-        if outcome == "error":
+        if outcome in ("error", "overload"):
             root.set_status(Status(StatusCode.ERROR))
         root.end(ns(now))
 

@@ -152,6 +152,10 @@ async def test_tokenize_and_back():
         answered = await s.ok(CHAT, chat("hello"))
         assert chatted["count"] == answered["usage"]["prompt_tokens"]
         assert (await s.ok("/tokenize", {"prompt": ""}))["count"] == 1
+        for wrong in (-1, 999):
+            error = (await s.post("/detokenize", {"tokens": [65, wrong, 10**6]})).error
+            assert f"id {wrong} " in error["message"]
+            assert f" {s.engine.vocab_size}" in error["message"]
 
 
 async def test_metrics_page():

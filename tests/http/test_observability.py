@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from served import CHAT, TEXT, Served, chat, text
 
-from stoker.engine.api.errors import StartError
+from stoker.engine.api.errors import EngineError, StartError, StokerError
 from stoker.http.logs import set_up_logging
 from stoker.http.metrics import FINISH_REASONS, REJECTIONS
 from stoker.http.settings import ServerConfig
@@ -116,7 +116,7 @@ def log_lines(monkeypatch):
 
     def start(**flags):
         monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-        set_up_logging(ServerConfig(log_level="debug", **flags))
+        set_up_logging(ServerConfig(**{"log_level": "debug", **flags}))
         return lambda: stream.getvalue().splitlines()
 
     yield start
@@ -150,6 +150,43 @@ async def test_text_lines_carry_the_request(log_lines):
     assert "r-1" in failed
     [access] = [line for line in lines() if "POST /v1/chat" in line]
     assert access.count("r-1") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("x"), BrokenPipeError("a worker's"), EngineError("x"), StokerError("x")]
+)
+async def test_what_becomes_a_500_is_logged(log_lines, monkeypatch, error, stream):
+    lines = log_lines(log_level="info")
+
+    async def fails(*_):
+        raise error
+
+    async with Served() as s:
+        monkeypatch.setattr(s.engine, "compile_grammar", fails)
+        body = chat(regex="a", stream=stream)
+        reply = await s.post(CHAT, body, headers={"X-Request-Id": "req-7"})
+        assert reply.status == 500
+    [line] = [line for line in lines() if " ERROR " in line]
+    assert "req-7" in line
+    assert any(line.startswith("Traceback") for line in lines())
+    assert any(type(error).__name__ in line for line in lines())
+
+
+async def test_a_stream_that_fails_is_logged(log_lines):
+    lines = log_lines(log_level="info")
+    async with Served(keep_alive_s=0.05) as s:
+        s.engine.paused.clear()
+        body = chat(stream=True)
+        job = asyncio.create_task(s.post(CHAT, body, headers={"X-Request-Id": "req-8"}))
+        await asyncio.sleep(0.2)  # until a comment has begun the answer
+        for stream in list(s.engine._streams.values()):
+            stream._fail(EngineError("not decoded"))
+        s.engine.paused.set()
+        assert (await job).status == 200
+    [line] = [line for line in lines() if " ERROR " in line]
+    assert "req-8" in line
+    assert any("not decoded" in line for line in lines())
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])

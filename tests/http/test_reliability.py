@@ -10,6 +10,8 @@ import pytest
 from fake_engine import ANSWER
 from served import CHAT, TEXT, Served, chat, joined, text
 
+from stoker.engine.api.errors import Overloaded
+
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 
 
@@ -203,6 +205,15 @@ async def test_queued_token_limit():
         assert (await s.post(TEXT, text())).status == 503
         s.engine.paused.set()
         assert [(await job).status for job in jobs] == [200] * 3
+
+
+async def test_what_waited_too_long_ends_by_overload_not_by_error():
+    async with Served() as s:
+        s.engine.refusal = Overloaded("waited too long", reason="queue_timeout")
+        assert (await s.post(TEXT, text(n=2))).status == 503
+        assert s.server.metrics.rejected["queue_timeout"] == 1
+        assert s.server.metrics.finished["overload"] == 2
+        assert s.server.metrics.finished["error"] == 0
 
 
 async def test_request_timeout():
