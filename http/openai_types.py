@@ -190,10 +190,19 @@ class Function(Wire):
     call, its arguments are as it writes them.
     """
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _of_an_object(cls, schema: Any) -> Any:
+        if schema is True:  # JSON Schema's other way to allow everything
+            return {}
+        if isinstance(schema, dict) and schema.get("type", "object") != "object":
+            raise ValueError("a function's parameters are an object: its type must be object")
+        return schema
 
 
 class Tool(Wire):
@@ -261,7 +270,20 @@ class ChatFields(Wire):
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE)
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = Field(None, max_length=32)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _have_names_of_their_own(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        names: set[str] = set()
+        for i, tool in enumerate(tools or ()):
+            if tool.function.name in names:
+                raise RequestError(
+                    f"two tools have the name {tool.function.name}",
+                    param=f"tools.{i}.function.name",
+                )
+            names.add(tool.function.name)
+        return tools
 
     @model_validator(mode="after")
     def _check_template_options(self) -> "ChatFields":

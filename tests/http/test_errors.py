@@ -9,6 +9,11 @@ from stoker.engine.api.errors import EngineError, Overloaded
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
+
+def tool(name, parameters=None):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 BAD = [
     (CHAT, {}, "messages"),
     (CHAT, {"messages": "hi"}, "messages"),
@@ -73,6 +78,13 @@ BAD = [
     (CHAT, chat(tools="x"), "tools"),
     (CHAT, chat(tools=[{"type": "function"}]), "tools.0.function"),
     (CHAT, chat(tools=[{"type": "function", "function": {}}]), "tools.0.function.name"),
+    (CHAT, chat(tools=[tool("f"), tool("g"), tool("f")]), "tools.2.function.name"),
+    (CHAT, chat(tools=[tool("f"), tool("a b")]), "tools.1.function.name"),
+    (CHAT, chat(tools=[tool("x" * 65)]), "tools.0.function.name"),
+    (CHAT, chat(tools=[tool("f\n")]), "tools.0.function.name"),
+    (CHAT, chat(tools=[tool("f", {"type": "string"})]), "tools.0.function.parameters"),
+    (CHAT, chat(tools=[tool("f", {"type": ["object"]})]), "tools.0.function.parameters"),
+    (CHAT, chat(tools=[tool("f", False)]), "tools.0.function.parameters"),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
     (
         CHAT,

@@ -151,7 +151,7 @@ CHAT_ONLY = [
         asked("<user>hi</user>think<assistant>"),
         ([], {str(i): 1 for i in range(65)}, {"messages": []}, {"tokenize": True}),
     ),
-    Row("reasoning_effort", "low", lambda r, a: True, (5, "x" * 33)),
+    Row("reasoning_effort", "xhigh", lambda r, a: True, (5, "x", "")),
 ]
 TEXT_ONLY = [
     Row(

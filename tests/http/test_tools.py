@@ -273,6 +273,24 @@ async def test_an_answer_that_never_leaves_its_reasoning_is_content_too():
         assert choice["message"]["reasoning_content"] == "It "
 
 
+async def test_a_named_tools_grammar_holds_only_that_tool():
+    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(900)]
+    named = {"type": "function", "function": {"name": "now"}}
+    async with Forcing(TIME, max_model_len=1 << 17) as s:
+        await both(s, tools=[NOW], tool_choice=named)
+        await both(s, tools=[*many, NOW], tool_choice=named)
+        assert len({spec.source for spec in s.specs}) == 1
+
+
+async def test_parameters_may_be_true_or_left_out():
+    async with Forcing(TIME) as s:
+        for function in ({"name": "now", "parameters": True}, {"name": "now"}):
+            tools = [{"type": "function", "function": function}]
+            choice, _ = await both(s, tools=tools, tool_choice="required")
+            assert choice["finish_reason"] == "tool_calls"
+        assert len({spec.source for spec in s.specs}) == 1
+
+
 async def test_harmony_has_channels():
     text = (
         "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary "
