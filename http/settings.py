@@ -119,10 +119,23 @@ class ServerConfig(EngineConfig, BaseSettings):
     )
     log_prompts: bool = option(False, "log every prompt, and how it is sampled", "log")
 
-    @field_validator("served_model_name", "cors_origin", "api_key", mode="before")
+    @field_validator("served_model_name", "cors_origin", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("api_key", "admin_key")
+    @classmethod
+    def _no_empty_key(cls, value: Any) -> Any:
+        keys = (value,) if isinstance(value, str) else value or ()
+        if not all(map(str.strip, keys)):  # it would leave open what it is to lock
+            raise ValueError("a key is empty")
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -180,7 +193,9 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig
         where = f"--config {file}: " if is_from_file else ""
         text = first["msg"].removeprefix("Value error, ")
         if name:  # else it is about several settings, which it names
-            text = f"{name}: {text}, got {first['input']!r}"
+            text = f"{name}: {text}"
+            if not name.startswith(SECRETS):
+                text += f", got {first['input']!r}"
         raise StartError(f"{where}{text}{hint}") from None
 
 
