@@ -116,24 +116,31 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     compile_ahead.start(config)  # while the rest is imported
     from .app import serve
-    from .connection import listen, tls
+    from .connection import listen, remove_file, tls
 
     config.keys(), tls(config)  # before the model loads: what is wrong is known at once
     sock = listen(config)
+
+    def leave(code: int) -> None:
+        remove_file(sock)
+        logging.shutdown()
+        os._exit(code)
 
     async def run() -> int:
         # Nothing runs yet that must end well; and without a handler a container's first process
         # ignores the signal.
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGTERM, leave, 128 + signal.SIGTERM)
         engine = await start_engine(config)
         return await serve(engine, config, sock, lambda: _announce(engine, config, sock))
 
-    code = _run(run())
-    if code:  # after the engine's death the interpreter's own end may crash, or wait for a device
-        logging.shutdown()
-        os._exit(code)
-    return code
+    try:
+        code = _run(run())
+        if code:  # after the engine's death the interpreter may crash at its end, or wait for ever
+            leave(code)
+        return code
+    finally:
+        remove_file(sock)
 
 
 def _chat(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ Runs on: loop.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -54,14 +55,46 @@ def listen(config: ServerConfig) -> socket.socket:
     return sock
 
 
+class _UnixSocket(socket.socket):
+    """A Unix socket that knows the file it has made."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX)
+        self._made: tuple[Path, tuple[int, int]] | None = None
+
+    def bind(self, path: Any) -> None:
+        """Make the file."""
+        super().bind(str(path))
+        self._made = Path(path).absolute(), _file_id(path)
+
+    def unlink(self) -> None:
+        """Remove the file, unless another has come into its place."""
+        if self._made is not None:
+            path, made = self._made
+            with contextlib.suppress(OSError):  # it has gone, or the folder is closed to us now
+                if _file_id(path) == made:
+                    path.unlink()
+
+
+def remove_file(sock: socket.socket) -> None:
+    """Remove what a Unix socket has left in the file system."""
+    if isinstance(sock, _UnixSocket):
+        sock.unlink()
+
+
+def _file_id(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
 def _listen_unix(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
+    sock = _UnixSocket()
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             if sock.connect_ex(str(path)) == 0:
                 raise OSError(None, "another server listens there")
             path.unlink()  # a server that was killed left it
-        sock.bind(str(path))
+        sock.bind(path)
         os.chmod(path, 0o660)
     except OSError as error:
         sock.close()

@@ -1,5 +1,6 @@
 """The real `stoker` command with the fake engine: python serve_fake.py serve --port 0 ..."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from stoker.http import cli
 async def start_fake(config):
     if config.model == "missing":
         raise StartError("there is no model here")
+    await asyncio.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
     engine = FakeEngine(config)
     engine.step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
     if os.environ.get("FAKE_DIES"):

@@ -125,6 +125,16 @@ def test_wrong_files(tmp_path, monkeypatch):
     keys.write_text("\n \n")
     with pytest.raises(StartError, match="holds no key"):
         ServerConfig(api_key_file=keys).keys()
+    for flags in (["--api-key", ""], ["--api-key", "hidden", "--api-key", " "]):
+        with pytest.raises(StartError, match=r"^api_key: a key is empty$"):
+            config_of("m", *flags)
+    with pytest.raises(StartError, match=r"^admin_key: a key is empty$"):
+        config_of("m", "--admin-key", "")
+    for value in ("", "hidden,"):
+        monkeypatch.setenv("STOKER_API_KEY", value)
+        with pytest.raises(StartError, match=r"^api_key: a key is empty$"):
+            config_of("m")
+    monkeypatch.delenv("STOKER_API_KEY")
     monkeypatch.setenv("STOKER_PORT", "tcp://10.0.0.1:80")
     with pytest.raises(StartError, match="enableServiceLinks"):
         config_of()
@@ -239,6 +249,50 @@ def test_a_second_signal_aborts():
         rest = stream.read()
         assert b"shutting down" in rest
         assert p.process.wait(5) == 0
+
+
+def test_the_file_of_a_unix_socket_goes_with_the_server(tmp_path):
+    path = tmp_path / "s.sock"
+    for signals in (1, 2):
+        with Process("--uds", str(path), "--drain-timeout", "60", FAKE_STEP_S="0.01") as p:
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(str(path))
+            body = json.dumps(LONG | {"max_tokens": 4000 if signals == 2 else 5}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            client.sendall(head.encode() + body)
+            client.recv(1)
+            for _ in range(signals):
+                p.process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+            assert p.process.wait(10) == 0
+            assert not path.exists()
+            client.close()
+    with Process("--uds", str(path), FAKE_DIES="1") as p:
+        assert p.process.wait(10) == 70
+        assert not path.exists()
+    with Process("--uds", str(path)) as p:  # the path is another server's by now
+        path.unlink()
+        path.write_text("another's")
+        p.process.send_signal(signal.SIGTERM)
+        assert p.process.wait(10) == 0
+        assert path.read_text() == "another's"
+
+
+def test_the_file_of_a_unix_socket_goes_with_a_server_that_does_not_start(tmp_path):
+    path = tmp_path / "s.sock"
+    command = [sys.executable, HERE / "serve_fake.py", "serve", "--uds", str(path)]
+    missing = subprocess.run([*command, "missing"], env=environment(), timeout=30, check=False)
+    assert missing.returncode == 2
+    assert not path.exists()
+    process = subprocess.Popen([*command, "fake"], env=environment(FAKE_LOAD_S="60"))
+    while not path.exists():
+        time.sleep(0.05)
+    time.sleep(0.3)  # the handler comes a moment after the file
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert not path.exists()
 
 
 def test_a_dead_engine_ends_the_process():
