@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .api.chat import ChatMessage
 from .api.errors import RequestError, StartError
 from .api.sampling_params import SamplingParams
 
@@ -31,7 +32,7 @@ class Prefix(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
     cache_salt: str | None = None
     pin: int = Field(1, ge=0, le=1000)
 
@@ -73,7 +74,8 @@ async def warm(engine: AsyncEngine, prefixes: list[tuple[str, Prefix]]) -> None:
         async with places:
             try:
                 if prefix.messages is not None:
-                    text = await engine.render(prefix.messages, add_generation_prompt=False)
+                    messages = [m.model_dump(exclude_none=True) for m in prefix.messages]
+                    text = await engine.render(messages, add_generation_prompt=False)
                     tokens: Any = await engine.encode(text, add_special_tokens=False)
                 elif isinstance(prefix.prompt, str):
                     tokens = await engine.encode(prefix.prompt)

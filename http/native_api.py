@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from pydantic import Field, field_validator, model_validator
 
+from ..engine.api.chat import Wire
 from ..engine.api.errors import RequestError
 from ..engine.api.grammar import GrammarSpec
 from ..engine.api.messages import TokenLogprob
@@ -27,7 +28,7 @@ from .openai_api import (
     text_prompt,
     truncate,
 )
-from .openai_types import ChatFields, SamplingFields, TokenIds, Wire, as_prompts, refuse
+from .openai_types import ChatFields, SamplingFields, TokenIds, as_prompts, refuse
 from .serving import CALLER, SERVER, Choice, new_id
 from .settings import version
 from .sse import DONE, EventStream, event

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..engine.api.chat import ChatMessage, Wire
 from ..engine.api.errors import RequestError
 from ..engine.api.sampling_params import (
     LIMITS,
@@ -26,7 +27,7 @@ from ..engine.api.sampling_params import (
     MAX_STOP_STRINGS,
     SamplingParams,
 )
-from .structured import StructureFields, Wire
+from .structured import StructureFields
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 10_000
@@ -223,39 +224,6 @@ class NamedTool(Wire):
 
     type: Literal["function"]
     function: NamedFunction
-
-
-class FunctionCall(Wire):
-    """What the assistant called; arguments are JSON text, from some clients an object."""
-
-    name: str
-    arguments: str | dict[str, Any]
-
-
-class ToolCall(Wire):
-    """A call in the history."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(Wire):
-    """One message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> "ChatMessage":
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a {self.role} message needs content")
-        return self
 
 
 class ChatFields(Wire):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..engine.api.chat import Wire
 from ..engine.api.errors import RequestError
 from ..engine.api.grammar import JSON_OBJECT, GrammarKind, GrammarSpec
 
@@ -21,12 +22,6 @@ MAX_CHOICES = 10_000
 
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 Schema = dict[str, Any] | bool | str  # a text holds the schema as JSON
-
-
-class Wire(BaseModel):
-    """Part of a request body."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
 class ResponseFormat(Wire):

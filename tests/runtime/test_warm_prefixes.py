@@ -72,6 +72,19 @@ def test_prefixes_are_cached_at_the_start_and_outlive_others(tiny_model, tmp_pat
         ({"prompt": "x", "pim": 1}, "line 2: pim: Extra inputs"),
         ({"prompt": "x", "pin": -1}, "line 2: pin: Input should be greater"),
         ({"pin": 1}, "line 2: want either prompt or messages"),
+        (
+            {"messages": [{"role": "frob", "content": "x"}]},
+            r"line 2: messages\.0\.role: Input should be 'system'",
+        ),
+        ({"messages": [{"role": "user"}]}, r"line 2: messages\.0: a user message needs content"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            r"line 2: messages\.0\.content\.str: Input should be a valid string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "line 2: this model takes",
+        ),
         ({"prompt": []}, "line 2: the prompt is empty"),
         ({"prompt": [5] * 600}, "line 2: the prompt has 600 tokens"),
         ({"prompt": [99999]}, "line 2: prompt: token id 99999"),
