@@ -75,9 +75,9 @@ async def test_generate_logprobs_of_several_choices():
         body = {"text": "hi", "sampling_params": sampling, "return_logprob": True}
         body["logprob_start_len"] = 0
         prompt = s.engine.tokenizer.encode("hi")
-        replies = await s.ok("/generate", body) + await s.events("/generate", body)
-        assert len(replies) == 3 + 6
-        for reply in replies:
+        whole, events = await s.ok("/generate", body), await s.events("/generate", body)
+        assert len(whole) == 3 and {event["index"] for event in events} == {0, 1, 2}
+        for reply in whole + events:
             assert [row[1] for row in reply["meta_info"]["input_token_logprobs"]] == prompt
 
 
