@@ -37,7 +37,6 @@ MAX_COMPILED_BYTES = 64 << 20
 MAX_WAITING = 32  # threads that wait for workers
 MAX_FAILURES = 256  # remembered, so that a bad schema costs its deadline once
 START_S = 30.0  # to start a worker; it is no request's fault when a machine is slow
-PATIENCE_S = 1.0  # a grammar that takes longer goes on with what processors are idle
 BUSY_SHARE = 0.5  # of the deadline, in processor time: with less, the machine was at fault
 
 
@@ -125,26 +124,15 @@ class _Worker:
         began = self.processor_s()
         try:
             write_frame(self._stdin, json.dumps(request).encode())
-            quick = time.monotonic() + PATIENCE_S
-            if quick < deadline and not self._selector.select(PATIENCE_S):
-                self._set_idle(True)
             answer = json.loads(self._read(deadline))
             payload = self._read(deadline)
         except OSError:
             raise _Killed from None
         finally:
             self.spent_s = self.processor_s() - began
-        self._set_idle(False)
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
         return answer["library"], answer["kind"], answer["source"], payload
-
-    def _set_idle(self, is_idle: bool) -> None:
-        """Run on what other threads leave, without ever delaying them; where the OS has that."""
-        if hasattr(os, "SCHED_IDLE"):
-            policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
-            with contextlib.suppress(OSError):  # it has ended, or the OS forbids the way back
-                os.sched_setscheduler(self._process.pid, policy, os.sched_param(0))
 
     def processor_s(self) -> float:
         """Processor time that the process has used; the clock's where the OS does not tell."""

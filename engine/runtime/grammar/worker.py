@@ -22,7 +22,7 @@ from .api import Backend, Compiled, GrammarError, Vocabulary
 from .schema import SchemaError
 from .translate import check_nesting, translate
 
-NICENESS = 10  # beside the engine's threads; who takes long is set back further from outside
+NICENESS = 10  # where there is no SCHED_IDLE
 MAX_MEMORY = 4 << 30
 PROBE_TOKENS = 48
 MAX_MASK_S = 0.05  # processor time of one mask
@@ -148,7 +148,10 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm-ffi would import it
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the frames
-    os.nice(NICENESS)
+    if hasattr(os, "SCHED_IDLE"):  # only on what the engine's threads leave
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(NICENESS)
     _limit_memory()
     vocabulary = unpack_vocabulary(read_frame(source))
     backends: dict[str, Backend] = {}
