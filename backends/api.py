@@ -67,7 +67,7 @@ class BatchMeta:
         out_slots: int64 [num_tokens] KV slot that each new token's K and V go to; -1 for nowhere.
         logit_tokens: int64 [num_logits] index into the new tokens, whose logits are wanted.
         qo_indptr_cpu, kv_lens_cpu: the same as numpy arrays on the host.
-        max_q_len, max_kv_len: host integers; inside a captured graph they are upper bounds.
+        max_kv_len: a host integer; inside a captured graph it is an upper bound.
         tree_mask: bool [sum of q_len * kv_len], row after row, for verification; None is causal.
         shared: pages that several decode rows begin with. A kernel may read such a prefix once
             for all of them; ignoring it is correct too.
@@ -88,7 +88,6 @@ class BatchMeta:
     logit_tokens: Tensor
     qo_indptr_cpu: np.ndarray
     kv_lens_cpu: np.ndarray
-    max_q_len: int
     max_kv_len: int
     tree_mask: Tensor | None = None
     shared: SharedPrefixes | None = None

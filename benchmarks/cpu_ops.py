@@ -59,7 +59,6 @@ def make_meta(q_lens: list[int], kv_lens: list[int], page_size: int) -> BatchMet
         logit_tokens=torch.from_numpy(indptr[1:].astype(np.int64) - 1),
         qo_indptr_cpu=indptr,
         kv_lens_cpu=np.array(kv_lens, dtype=np.int32),
-        max_q_len=max(q_lens),
         max_kv_len=max(kv_lens),
     )
 

@@ -147,7 +147,6 @@ def build(
         logit_tokens=on_device(np.arange(len(rows))),
         qo_indptr_cpu=indptr,
         kv_lens_cpu=kv_lens,
-        max_q_len=int(q_lens.max()),
         max_kv_len=int(kv_lens.max()),
     )
     if shared:

@@ -17,18 +17,22 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from .api.config import EngineConfig
 
 if TYPE_CHECKING:
     from ..backends.triton.absent import Job
+
+log = logging.getLogger("stoker")
 
 MAX_PROCESSES = 16
 MAX_WAIT_S = 60.0
@@ -46,16 +50,22 @@ class Device(NamedTuple):
 class Ahead:
     """The compiling process."""
 
-    def __init__(self, process: subprocess.Popen[bytes]):
+    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes]):
         self._process = process
+        self._errors = errors
 
-    def wait(self) -> bool:
-        """Whether all is compiled, once it is, or after a minute without it."""
+    def wait(self) -> None:
+        """Until all is compiled, or it failed, or a minute has passed; both are logged."""
         try:
-            return self._process.wait(MAX_WAIT_S) == 0
+            if self._process.wait(MAX_WAIT_S) == 0:
+                return
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").split("\n")
+            reason = next((line for line in reversed(lines) if line.strip()), "it was ended")
         except subprocess.TimeoutExpired:
             self.stop()
-            return False
+            reason = f"it took more than {MAX_WAIT_S:g} s"
+        log.warning("kernels were not compiled ahead, so the start takes longer: %s", reason)
 
     def stop(self) -> None:
         """End it and its forks."""
@@ -89,13 +99,13 @@ def _start(config: EngineConfig) -> Ahead | None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=(errors := tempfile.TemporaryFile()),
         start_new_session=True,
     )
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(json.dumps({"config": _settings(config), "device": device}).encode())
-    return Ahead(process)
+    return Ahead(process, errors)
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:

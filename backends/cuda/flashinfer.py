@@ -531,7 +531,6 @@ def _example(
         logit_tokens=nowhere,
         qo_indptr_cpu=indptr,
         kv_lens_cpu=lens,
-        max_q_len=q_len,
         max_kv_len=context,
     )
 

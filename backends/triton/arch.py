@@ -16,10 +16,6 @@ class Arch(NamedTuple):
     shared_bytes: int
     num_cores: int
 
-    @property
-    def is_amd(self) -> bool:
-        return self.name.startswith("gfx")
-
 
 ARCHS = {
     arch.name: arch

@@ -69,7 +69,6 @@ def _batch(
         logit_tokens=nowhere,
         qo_indptr_cpu=indptr,
         kv_lens_cpu=np.full(num_rows, CONTEXT, np.int32),
-        max_q_len=q_len,
         max_kv_len=CONTEXT,
         shared=SharedPrefixes(zeros(1, SHARED_TILE_ROWS), zeros(1), zeros(num_rows))
         if is_shared

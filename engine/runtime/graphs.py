@@ -79,8 +79,8 @@ class StepGraphs(Generic[Outputs]):
         for shape in sorted(shapes, key=lambda s: -s.tokens):
             step = inputs.stage(chunk_plan(1, inputs.page_size), table, shape)
             meta = self._metas[shape] = step.meta
-            # What a captured kernel must be able to do.
-            meta.max_kv_len, meta.max_q_len = inputs.max_context, max(shape.chunk_tokens, 1)
+            # How long a context a captured kernel must be able to read.
+            meta.max_kv_len = inputs.max_context
             if shape.chunk_rows == FEW_ROWS:
                 meta.max_kv_len = min(meta.max_kv_len, FEW_CONTEXT)
 

@@ -229,7 +229,6 @@ class Inputs:
             logit_tokens=device["logit_tokens"],
             qo_indptr_cpu=host["qo_indptr"],
             kv_lens_cpu=host["kv_lens"],
-            max_q_len=int(plan.q_lens.max()),
             max_kv_len=int(plan.kv_lens.max()),
             shared=shared,
         )
@@ -256,7 +255,8 @@ class Inputs:
             device["page_entries"],
             device["page_ids"],
         )
-        if shape is None:
+        # On the host the table is the host's own, and mostly all tokens are known.
+        if shape is None and (not self._is_host or (plan.tokens == FROM_DEVICE).any()):
             self.apply(step)
         return step
 

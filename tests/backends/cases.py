@@ -161,7 +161,6 @@ def build_attention(
         logit_tokens=torch.arange(num_tokens, device=device),
         qo_indptr_cpu=qo_indptr,
         kv_lens_cpu=kv_lens,
-        max_q_len=int(q_lens.max()),
         max_kv_len=int(kv_lens.max()),
         tree_mask=None if tree_mask is None else tree_mask.to(device),
     )

@@ -62,7 +62,6 @@ def batch(
         logit_tokens=meta_tensor(rows, dtype=torch.int64),
         qo_indptr_cpu=np.concatenate(([0], q_lens.cumsum())).astype(np.int32),
         kv_lens_cpu=np.full(rows, kv_len, np.int32),
-        max_q_len=int(q_lens.max()),
         max_kv_len=kv_len,
         tree_mask=meta_tensor(1000, dtype=torch.bool) if tree else None,
     )

@@ -79,7 +79,6 @@ class Loop:
             logit_tokens=torch.arange(int(q_lens.sum())),
             qo_indptr_cpu=qo_indptr,
             kv_lens_cpu=kv_lens,
-            max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
         )
         tokens = torch.tensor([t for _, row in rows for t in row])

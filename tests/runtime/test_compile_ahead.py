@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
+
+from stoker.engine import compile_ahead
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -27,6 +30,13 @@ for job in jobs:  # all of them are in the cache now
     job.run()
 print(json.dumps([sorted({job.source.fn.__name__ for job in jobs}), missed]))
 """
+
+
+def test_a_process_that_fails_says_why(caplog):
+    with tempfile.TemporaryFile() as errors:
+        command = [sys.executable, "-c", "import sys; sys.exit('no such GPU')"]
+        compile_ahead.Ahead(subprocess.Popen(command, stderr=errors), errors).wait()
+    assert "not compiled ahead" in caplog.text and "no such GPU" in caplog.text
 
 
 def test_all_kernels_are_compiled_once(tiny_model, tmp_path):
