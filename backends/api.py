@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,10 +30,26 @@ class BackendError(Exception):
 
 
 class LayerCache(NamedTuple):
-    """One layer's KV pool: k and v, each [num_pages, page_size, num_kv_heads, head_dim] (NHD)."""
+    """One layer's KV pool: k and v, each [num_pages, page_size, num_kv_heads, head_dim] (NHD).
+
+    With latent attention (MLA), k is [num_pages, page_size, 1, kv_lora_rank + rope_dim], the
+    latent first, and v has a last dimension of 0.
+    """
 
     k: Tensor
     v: Tensor
+
+
+class LayerState(NamedTuple):
+    """One layer's recurrent state, by request slot; rows behind the slots hold snapshots.
+
+    Attributes:
+        conv: [num_rows, channels, kernel_size - 1] the last inputs of a short convolution.
+        recurrent: float32 [num_rows, num_heads, key_dim, value_dim].
+    """
+
+    conv: Tensor
+    recurrent: Tensor
 
 
 SHARED_TILE_ROWS = 16  # with 4 query heads a KV head, 64 queries: one tile of a matrix product
@@ -126,6 +142,54 @@ class Rope:
     interleaved: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), with its up-projections absorbed.
+
+    Attributes:
+        scale: multiplies q k^T.
+        rank: of the latent, which is both part of the key and the value.
+        rope_dim: of the key's part that rotates, one for all heads.
+    """
+
+    num_heads: int
+    rank: int
+    rope_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight [out, in], or [num_experts, out, in], in few bits: value = code * scale + offset.
+
+    Attributes:
+        kind: "fp8": codes float8_e4m3fn [out, in]. "int8": int8 [out, in]. "uint4": uint8
+            [out, in / 2], two codes 0 to 15 a byte, the lower half first. "mxfp4": the same with
+            codes that stand for e2m1 floats. "gguf": raw rows uint8 [out, row_bytes] of gguf_type.
+        scales: float32 [ceil(out / block[0]), ceil(in / block[1])], one for each block of codes;
+            None for "gguf".
+        offsets: the same shape, None for zero.
+        block: (rows, columns) that share a scale: (out, in) a tensor, (1, in) a channel,
+            (128, 128), (1, group).
+        activations: how the input is rounded to the codes' type before the product: not at all
+            (None), by one scale a "tensor", a "token", or a token's "group" of block[1] columns.
+        input_scale: float32 [1], the activations' fixed scale; None measures it each time.
+        order: int32 [in], which input each column of the codes belongs to (GPTQ's act-order).
+        gguf_type: "Q4_0", "Q4_K", ...
+    """
+
+    kind: Literal["fp8", "int8", "uint4", "mxfp4", "gguf"]
+    codes: Tensor
+    shape: tuple[int, ...]
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+    activations: Literal["tensor", "token", "group"] | None = None
+    input_scale: Tensor | None = None
+    order: Tensor | None = None
+    gguf_type: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """A pre-norm decoder layer: norm, attention, norm, gated MLP.
@@ -194,6 +258,17 @@ class ExpertWeights:
     down_bias: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedExperts:
+    """ExpertWeights whose gate_up and down are quantized, [num_experts, out, in] each."""
+
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
+    activation: str = "silu"
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class Ops(Protocol):
     """The ops of a backend. Each is documented by its float64 reference in `reference.py`.
 
@@ -238,6 +313,18 @@ class Ops(Protocol):
 
     def linear_add(self, x: Tensor, packed: Any, residual: Tensor) -> None:
         """residual += linear(x), in place, rounded once or twice."""
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+        """Bring a quantized weight into the form that `quantized_linear` wants, once, at load.
+
+        Raises:
+            BackendError: no kernel here takes a weight of this kind.
+        """
+
+    def quantized_linear(
+        self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Like `linear`, of a quantized weight."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, any leading shape; computed in float32."""
@@ -299,6 +386,18 @@ class Ops(Protocol):
             x: [num_tokens, hidden].
             topk_ids: int32 [num_tokens, top_k]. topk_weights: float32 [num_tokens, top_k].
         """
+
+    def pack_quantized_experts(self, weights: QuantizedExperts) -> Any:
+        """Bring quantized experts into the form that `quantized_experts` wants, once, at load.
+
+        Raises:
+            BackendError: no kernel here takes weights of this kind.
+        """
+
+    def quantized_experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any
+    ) -> Tensor:
+        """Like `experts`, of quantized weights."""
 
     def decoder_layer(
         self,

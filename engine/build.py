@@ -25,7 +25,7 @@ from .core.budget import StepCost
 from .core.configure import chunk_tokens, make_scheduler
 from .core.scheduler import Scheduler
 from .core.tiers import Tiers
-from .models.blocks import Decoder
+from .models.decoder import Decoder
 from .runtime import kv_buffers, kv_copies, model_files, weights
 from .runtime.fingerprint import fingerprint
 from .runtime.runner import ModelRunner

@@ -18,7 +18,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic",
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer; the formulas are in `blocks.inverse_frequencies`.
+    """Rotary embedding of one kind of layer; the formulas are in `rope.inverse_frequencies`.
 
     Attributes:
         rotary_dim: how many leading dimensions of a head rotate.

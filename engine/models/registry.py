@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import StartError
-from . import (
+from .config import Family, Fields, ModelConfig, common
+from .decoder import Decoder
+from .families import (
     cohere,
     cohere2,
     gemma2,
@@ -31,8 +33,6 @@ from . import (
     stablelm,
     starcoder2,
 )
-from .blocks import Decoder
-from .config import Family, Fields, ModelConfig, common
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import transformers
 
 from stoker.backends.api import BatchMeta, LayerCache
 from stoker.backends.cpu.torch_ops import TorchOps
-from stoker.engine.models.blocks import Decoder
+from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.registry import build
 
 SHAPE = dict(

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.backends.registry import OP_NAMES, select
-from stoker.engine.models.blocks import inverse_frequencies
 from stoker.engine.models.registry import BY_ARCHITECTURE, build, parse_config
+from stoker.engine.models.rope import inverse_frequencies
 from stoker.engine.runtime import model_files, weights
 
 VOCAB = 300  # of make_hf_model

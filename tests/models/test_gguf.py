@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.engine.api.errors import StartError
-from stoker.engine.models.blocks import inverse_frequencies
+from stoker.engine.models.rope import inverse_frequencies
 from stoker.engine.runtime import model_files, weights
 from stoker.engine.runtime.gguf_file import GGUFFile
 

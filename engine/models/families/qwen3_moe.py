@@ -5,8 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ...backends.api import RouterSpec
-from .config import Family, Fields, ModelConfig, MoEConfig
+from ....backends.api import RouterSpec
+from ..config import Family, Fields, ModelConfig, MoEConfig
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,8 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ..api.errors import StartError
-from .config import Family, Fields, ModelConfig, windows_by_layer
+from ...api.errors import StartError
+from ..config import Family, Fields, ModelConfig, windows_by_layer
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,7 +5,7 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from .config import Family, Fields, ModelConfig
+from ..config import Family, Fields, ModelConfig
 from .qwen2 import DEFAULTS, upper_windows
 
 

@@ -5,7 +5,7 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from .config import Family, Fields, ModelConfig
+from ..config import Family, Fields, ModelConfig
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,8 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
+from ..config import Family, Fields, ModelConfig, rope, windows_by_layer
 from . import olmo2
-from .config import Family, Fields, ModelConfig, rope, windows_by_layer
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,7 +5,7 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from .config import Family, Fields, ModelConfig, one_window
+from ..config import Family, Fields, ModelConfig, one_window
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,7 +5,7 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from .config import Family, Fields, LayerNorms, ModelConfig
+from ..config import Family, Fields, LayerNorms, ModelConfig
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

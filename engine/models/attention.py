@@ -1,0 +1,89 @@
+"""Grouped-query attention.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...backends.api import AttentionSpec, Rope
+from .linear import Linear
+from .norms import HeadNorms, RMSNorm, weight_of
+from .parameters import Parameters
+
+if TYPE_CHECKING:
+    from ...backends.api import BatchMeta, LayerCache
+    from .config import ModelConfig
+
+
+class Attention:
+    """Grouped-query attention with rotary embedding, q and k norms, and a window."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        window: int | None,
+        rope: Rope | None,
+        parameters: Parameters,
+    ):
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.spec = AttentionSpec(
+            heads, kv_heads, dim, config.attention_scale, window, config.attention_softcap
+        )
+        self.rope = rope
+        self._eps = config.norm_eps
+        self._ops = parameters.ops
+        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        if config.fused_qkv:
+            sizes = {"qkv_proj": sum(sizes.values())}
+        self.qkv = Linear(
+            {f"{name}.{part}": size for part, size in sizes.items()},
+            config.hidden_size,
+            config.qkv_bias,
+            parameters,
+        )
+        self.out = Linear(
+            {f"{name}.o_proj": config.hidden_size}, heads * dim, config.o_bias, parameters
+        )
+        # Norms with one weight for all heads are the op's; others come before it.
+        self.q_norm = self.k_norm = None
+        self._norms_before: list[tuple[slice, Callable[[Tensor], Tensor]]] = []
+        q_name, k_name = (f"{name}.{norm}" for norm in config.qk_norm_names)
+        if config.qk_norm == "head":
+            self.q_norm = RMSNorm(q_name, dim, config, parameters)
+            self.k_norm = RMSNorm(k_name, dim, config, parameters)
+        elif config.qk_norm is not None:
+            start = 0
+            for full_name, n in ((q_name, heads), (k_name, kv_heads)):
+                part = slice(start, start + n * dim)
+                if config.qk_norm == "each_head":
+                    norm: HeadNorms | RMSNorm = HeadNorms(full_name, n, config, parameters)
+                else:
+                    norm = RMSNorm(full_name, n * dim, config, parameters)
+                self._norms_before.append((part, norm))
+                start += n * dim
+
+    def __call__(self, qkv: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
+        """What lies between the two linears; new keys and values go to the cache.
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
+        """
+        for part, norm in self._norms_before:
+            qkv[:, part] = norm(qkv[:, part])
+        q = self._ops.write_qkv(
+            qkv,
+            meta,
+            cache,
+            self.spec,
+            self.rope,
+            weight_of(self.q_norm),
+            weight_of(self.k_norm),
+            self._eps,
+        )
+        return self._ops.attend(q, meta, cache, self.spec)

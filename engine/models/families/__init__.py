@@ -1,0 +1,4 @@
+"""One file a family of models: what it differs in.
+
+Runs on: any (pure).
+"""
