@@ -172,10 +172,13 @@ class QuantizedWeight:
         block: (rows, columns) that share a scale: (out, in) a tensor, (1, in) a channel,
             (128, 128), (1, group).
         activations: how the input is rounded to the codes' type before the product: not at all
-            (None), by one scale a "tensor", a "token", or a token's "group" of block[1] columns.
-        input_scale: float32 [1], the activations' fixed scale; None measures it each time.
+            (None), by input_scale ("tensor"), or by a scale that is measured for each "token", or
+            for each "group" of block[1] columns of a token.
+        input_scale: float32 [1], where activations are "tensor".
         order: int32 [in], which input each column of the codes belongs to (GPTQ's act-order).
         gguf_type: "Q4_0", "Q4_K", ...
+
+    Of experts, codes, scales, offsets and order have num_experts in front.
     """
 
     kind: Literal["fp8", "int8", "uint4", "mxfp4", "gguf"]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from . import quantized
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
         ExpertWeights,
         LayerCache,
         LayerWeights,
+        QuantizedExperts,
+        QuantizedWeight,
         Rope,
         RouterSpec,
         SamplingRows,
@@ -72,6 +76,18 @@ class ReferenceOps:
     def linear_add(self, x: Tensor, packed: Any, residual: Tensor) -> None:
         """The product is rounded to the residual's type before it is added."""
         residual += self.linear(x, packed, residual.dtype)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+        """Weight and bias as they are."""
+        quantized.check(weight)
+        return weight, bias
+
+    def quantized_linear(
+        self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """round_activations(x) dequantize(weight)^T + bias, rounded once."""
+        weight, bias = packed
+        return quantized.linear(x, weight, bias, out_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
@@ -187,6 +203,28 @@ class ReferenceOps:
             y = gated(F.linear(x[tokens], w.gate_up[expert], bias), w.activation)
             bias = None if w.down_bias is None else w.down_bias[expert]
             y = _up(F.linear(y, w.down[expert], bias))
+            out.index_add_(0, tokens, y * topk_weights[tokens, ranks, None].to(y.dtype))
+        return out.to(x.dtype)
+
+    def pack_quantized_experts(self, weights: QuantizedExperts) -> Any:
+        """The weights as they are."""
+        quantized.check(weights.gate_up)
+        quantized.check(weights.down)
+        return weights
+
+    def quantized_experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any
+    ) -> Tensor:
+        """One expert after the other; both linears round their inputs as their weights say."""
+        w = packed
+        out = torch.zeros_like(_up(x), memory_format=torch.contiguous_format)
+        for expert in topk_ids.unique().tolist():
+            tokens, ranks = (topk_ids == expert).nonzero(as_tuple=True)
+            bias = None if w.gate_up_bias is None else w.gate_up_bias[expert]
+            gate_up = quantized.of_expert(w.gate_up, expert)
+            y = gated(quantized.linear(x[tokens], gate_up, bias, None), w.activation)
+            bias = None if w.down_bias is None else w.down_bias[expert]
+            y = quantized.linear(y, quantized.of_expert(w.down, expert), bias, out.dtype)
             out.index_add_(0, tokens, y * topk_weights[tokens, ranks, None].to(y.dtype))
         return out.to(x.dtype)
 

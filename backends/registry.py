@@ -43,6 +43,7 @@ BACKENDS = tuple(BackendModule(name, f".{name}") for name in ("cuda", "rocm", "x
 # Ops that share a private format come from one provider.
 OP_GROUPS = (
     ("pack_linear", "linear", "norm_linear", "norm_gated_linear", "linear_add"),
+    ("pack_quantized", "quantized_linear"),
     ("rms_norm",),
     ("add_rms_norm",),
     ("attend",),
@@ -51,12 +52,23 @@ OP_GROUPS = (
     ("gelu_and_mul",),
     ("route",),
     ("pack_experts", "experts"),
+    ("pack_quantized_experts", "quantized_experts"),
     ("sample",),
 )
 OP_NAMES = tuple(op for group in OP_GROUPS for op in group)
 
 # Made of other ops: present only where one provider serves it and all of those.
-NOT_IN_A_LAYER = ("pack_linear", "route", "pack_experts", "experts", "sample")  # of a dense MLP
+NOT_IN_A_LAYER = (  # of plain linears and a dense MLP
+    "pack_linear",
+    "pack_quantized",
+    "quantized_linear",
+    "route",
+    "pack_experts",
+    "experts",
+    "pack_quantized_experts",
+    "quantized_experts",
+    "sample",
+)
 FUSED_OPS = {
     "decoder_layer": tuple(op for op in OP_NAMES if op not in NOT_IN_A_LAYER),
 }
