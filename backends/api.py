@@ -159,6 +159,35 @@ class MLASpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DeltaNetSpec:
+    """A gated delta net (Yang et al. 2024) between its projections.
+
+    Attributes:
+        num_key_heads: of q and k; each serves num_value_heads / num_key_heads value heads.
+        key_dim, value_dim: of one head.
+        conv: [channels, kernel_size] weights of a causal convolution over each channel: those of
+            all heads' q, then k, then v.
+        decay: float32 [num_value_heads], -exp(A_log); what softplus(a + dt_bias) is multiplied by.
+        dt_bias: float32 [num_value_heads].
+        norm: [value_dim] weight of the RMS norm of each head's output.
+        eps: of that norm.
+        interleaved: the projections' columns are those of a key head (q, k, its v's and z's; its
+            b's and a's), then of the next; else q of all heads, then k, v and z; b, then a.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight [out, in], or [num_experts, out, in], in few bits: value = code * scale + offset.
 
@@ -360,6 +389,23 @@ class Ops(Protocol):
         """Attention of the new tokens over their contexts: [num_tokens, num_heads * head_dim].
 
         Decode, prefill with a cached prefix, and mixtures of both; padding rows give anything.
+        """
+
+    def delta_net(
+        self, qkvz: Tensor, ba: Tensor, meta: BatchMeta, state: LayerState, spec: DeltaNetSpec
+    ) -> Tensor:
+        """What lies between a gated delta net's projections: convolution, recurrence, gated norm.
+
+        It reads and writes, in place, the rows meta.slots of the state. A row whose context begins
+        with its new tokens (kv_len == q_len) begins with zeros, whatever is there; padding rows
+        give anything, and may write to slot 0.
+
+        Args:
+            qkvz: [num_tokens, 2 * num_key_heads * key_dim + 2 * num_value_heads * value_dim].
+            ba: [num_tokens, 2 * num_value_heads].
+
+        Returns:
+            [num_tokens, num_value_heads * value_dim], in qkvz's type.
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from . import quantized
+from . import delta_net, quantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from .api import (
         AttentionSpec,
         BatchMeta,
+        DeltaNetSpec,
         DeviceRuntime,
         ExpertWeights,
         LayerCache,
+        LayerState,
         LayerWeights,
         QuantizedExperts,
         QuantizedWeight,
@@ -153,6 +155,12 @@ class ReferenceOps:
                 visible = visible & (at > at[kv_len - q_len :, None] - spec.window)
             out[begin:end] = _attend_row(q[begin:end], k, v, visible, spec)
         return out.flatten(1)
+
+    def delta_net(
+        self, qkvz: Tensor, ba: Tensor, meta: BatchMeta, state: LayerState, spec: DeltaNetSpec
+    ) -> Tensor:
+        """One token after the other; see `delta_net.py`."""
+        return delta_net.delta_net(qkvz, ba, meta, state, spec)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """The gate is the first half."""

@@ -48,6 +48,7 @@ OP_GROUPS = (
     ("add_rms_norm",),
     ("attend",),
     ("write_qkv",),  # after attend, whose layout of pages it must write
+    ("delta_net",),
     ("silu_and_mul",),
     ("gelu_and_mul",),
     ("route",),
@@ -62,6 +63,7 @@ NOT_IN_A_LAYER = (  # of plain linears and a dense MLP
     "pack_linear",
     "pack_quantized",
     "quantized_linear",
+    "delta_net",
     "route",
     "pack_experts",
     "experts",
