@@ -1,48 +1,36 @@
-"""The providers that can run here, as parameters of the contract tests."""
+"""The providers that can run here, as parameters of the contract's checks."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from stoker.backends import registry
-from stoker.backends.api import BackendError, DeviceRuntime, LayerCache, Provider
+from stoker.backends.api import BackendError
+from stoker.backends.contract import checks
 
 
 @dataclass(frozen=True)
-class Target:
-    """One provider on one device."""
+class Target(checks.Target):
+    """A provider on a device, and what a passed test says about it.
 
-    runtime: DeviceRuntime
-    provider: Provider
+    Attributes:
+        proves: (backend, label) that a passed test of an op earns; see `proofs.py`.
+        asked: ops that the running test has asked for.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors live."""
-        return self.runtime.device
-
-    @property
-    def has_float32_residual(self) -> bool:
-        """Whether its ops take a float32 residual beside activations of another type."""
-        return getattr(self.provider, "float32_residual", False)
+    proves: tuple[tuple[str, str], ...] = ()
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def require(self, op: str):
         """The provider's method, or a skip where it does not have this op."""
         method = getattr(self.provider, op, None)
         if method is None:
             pytest.skip(f"{self.provider.name} does not have {op}")
+        self.asked.add(op)
         return method
 
-    def kept(self, cache: LayerCache) -> LayerCache:
-        """A cache in the contract's order as the provider keeps it."""
-        convert = getattr(self.provider, "from_nhd", None)
-        return convert(cache) if convert else cache
-
-    def nhd(self, cache: LayerCache) -> LayerCache:
-        """The inverse of `kept`."""
-        convert = getattr(self.provider, "to_nhd", None)
-        return convert(cache) if convert else cache
+    op = require
 
 
 def targets() -> list:
@@ -55,9 +43,10 @@ def targets() -> list:
         except (ImportError, BackendError):
             continue
         marks = () if record.name == "cpu" else (pytest.mark.gpu,)
+        proves = ((record.name, "ran"),)
         found += [
             pytest.param(
-                Target(runtime, provider), id=f"{record.name}-{provider.name}", marks=marks
+                Target(runtime, provider, proves), id=f"{record.name}-{provider.name}", marks=marks
             )
             for provider in module.providers()
             if provider.probe(runtime) is None

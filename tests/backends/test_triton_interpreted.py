@@ -18,18 +18,17 @@ HERE = Path(__file__).parent
 # The interpreter takes milliseconds a block: float16 goes the way of bfloat16, and of the large
 # cases one dtype is run.
 SELECTIONS = {
-    "fused": ("test_contract.py", "not attend and not sample and not greedy and not write_qkv "
-              "and not linear and not experts and not route"),
-    "write_qkv": ("test_contract.py", "write_qkv and (norms-bfloat16 or 64-False--float32)"),
+    "fused": ("test_contract.py", "rms_norm or _and_mul"),
+    "write_qkv": ("test_contract.py", "write_qkv and (norms-bfloat16 or rotary64-float32)"),
     "attend": ("test_contract.py", "attend and bfloat16 and not long"),
     "attend_float32": ("test_contract.py", "attend and float32 and (everything or dim or tree)"),
-    "sample": ("test_contract.py", "(sample or greedy) and not distribution"),
+    "sample": ("test_contract.py", "sample and not distribution"),
     "more": ("triton_cases.py", ""),
     "linear": ("triton_linear_cases.py", ""),
     "pages": ("triton_page_cases.py", ""),
     "moe": ("triton_moe_cases.py", ""),
     "flashinfer": ("flashinfer_cases.py", ""),
-    "experts": ("test_contract.py", "(experts and not float16) or test_route or logits"),
+    "experts": ("test_contract.py", "(experts and not float16) or route"),
 }  # fmt: skip
 
 

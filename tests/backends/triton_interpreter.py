@@ -61,6 +61,7 @@ def convert_float(data, source, target, rounding_mode):
 interpreter.InterpreterBuilder.create_dot = create_dot
 interpreter._convert_float = convert_float
 
+PROVES = tuple((backend, "interpreted") for backend in ("cuda", "rocm", "xpu"))
 targets.targets = lambda: [
-    pytest.param(targets.Target(CpuRuntime(), TritonOps()), id="triton-interpreter")
+    pytest.param(targets.Target(CpuRuntime(), TritonOps(), PROVES), id="triton-interpreter")
 ]

@@ -1,0 +1,99 @@
+"""What the tests of this folder prove of (backend, op, provider), for `backends/labels.json`.
+
+A test that passes earns labels in one of two ways:
+    with a parameter `target` (see targets.py), one for each op it asked for and each of
+    target.proves; so a new backend's plugin sets `proves` on its targets and is done;
+    or by a call of `prove`, where there is no target (signatures, compile checks).
+
+They go to a file of lines, which processes that a test starts inherit by STOKER_PROOFS. At the end
+of a whole run `test_labels.py` compares them with the committed labels, and
+
+    python tests/backends/proofs.py [REPORT.json ...]
+
+runs the folder and writes labels.json. "ran" on a device that is not here comes from the reports of
+`stoker check-backend` in tests/data/reports.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from stoker.backends import labels, registry
+
+REPORTS = Path(__file__).parents[1] / "data" / "reports"
+VARIABLE = "STOKER_PROOFS"
+
+Proof = tuple[str, str, str, str]  # backend, op, provider, label; compiled:TARGET for one target
+COMPILED_FOR = {"cuda": {"sm_80", "sm_90", "sm_100"}, "rocm": {"gfx90a", "gfx942", "gfx950"}}
+
+
+def prove(backend: str, op: str, provider: str, label: str) -> None:
+    """To be called after the assertions that it follows from."""
+    assert label.split(":")[0] in labels.LABELS, label
+    with open(os.environ[VARIABLE], "a") as file:  # one write a line: processes may interleave
+        file.write(json.dumps([backend, op, provider, label]) + "\n")
+
+
+def read(path: str) -> set[Proof]:
+    """All that was proved so far."""
+    return {tuple(json.loads(line)) for line in Path(path).read_text().splitlines()}
+
+
+def reported() -> set[Proof]:
+    """What runs on real devices proved."""
+    proofs = set()
+    for path in sorted(REPORTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        for row in report["ops"]:
+            if row["failed"] == [] and row["passed"] > 0:
+                proofs.add((report["backend"], row["op"], row["provider"], "ran"))
+    return proofs
+
+
+def provided() -> list[tuple[str, str, str]]:
+    """Every (backend, op, provider) there is, in the order of ops and providers."""
+    found = []
+    for record in registry.BACKENDS:
+        try:
+            module = importlib.import_module(record.module, "stoker.backends")
+        except ModuleNotFoundError as error:
+            if error.name != f"stoker.backends{record.module}":
+                raise
+            continue  # not written yet
+        for op in (*registry.OP_NAMES, *registry.FUSED_OPS, *registry.OPTIONAL_OPS):
+            found += [(record.name, op, p.name) for p in module.providers() if hasattr(p, op)]
+    return found
+
+
+def earned(proofs: set[Proof]) -> labels.Labels:
+    """The labels that follow from proofs, in the form of labels.json."""
+    out: labels.Labels = {}
+    for backend, op, provider in provided():
+        which = {label for b, o, p, label in proofs if (b, o, p) == (backend, op, provider)}
+        targets = {label.split(":")[1] for label in which if ":" in label}
+        if targets >= COMPILED_FOR.get(backend, {""}):
+            which.add("compiled")
+        names = [label for label in labels.LABELS if label in which]
+        out.setdefault(backend, {}).setdefault(op, {})[provider] = names
+    return out
+
+
+def main() -> int:
+    """Run the folder's tests, then write the labels that they earned."""
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).parent)]
+        command += ["--deselect", str(Path(__file__).with_name("test_labels.py"))]
+        done = subprocess.run(command, env={**os.environ, VARIABLE: file.name})
+        if done.returncode:
+            return done.returncode
+        found = earned(read(file.name) | reported())
+    labels.PATH.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
