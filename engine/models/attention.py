@@ -32,8 +32,11 @@ class Attention:
         parameters: Parameters,
     ):
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        sinks = None
+        if config.has_sinks:
+            sinks = parameters.keep(f"{name}.sinks", (heads,))
         self.spec = AttentionSpec(
-            heads, kv_heads, dim, config.attention_scale, window, config.attention_softcap
+            heads, kv_heads, dim, config.attention_scale, window, config.attention_softcap, sinks
         )
         self.rope = rope
         self._eps = config.norm_eps

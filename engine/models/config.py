@@ -46,14 +46,40 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every token goes through, beside the experts.
+
+    Attributes:
+        name: what precedes its projections in a layer's names.
+        projections: as in `ModelConfig.mlp_names`.
+        gate: name of a linear in the layer whose sigmoid weighs the output; None does not.
+    """
+
+    name: str
+    intermediate_size: int
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MoEConfig:
     """Experts in place of the MLP.
 
     Attributes:
         intermediate_size: of one expert.
         layers: per layer whether it has experts.
-        block: what precedes `.gate` and `.experts` in the names of a layer's tensors.
-        projections: names of an expert's gate, up and down projections.
+        block: what precedes the names below in those of a layer's tensors.
+        gate: name of the router.
+        gate_bias: the router has a bias.
+        correction_bias: name of the bias [num_experts] for the choice of experts alone, or None.
+        projections: names of an expert's gate, up and down projections, behind `experts.0` and so
+            on; none where checkpoints have the tensors of all experts in one only.
+        stacked: names of those: gate and up [num_experts, 2 * inner, hidden], the gate's rows
+            first, and down [num_experts, hidden, inner].
+        transposed: stacked ones are [num_experts, hidden, 2 * inner] and [num_experts, inner,
+            hidden] instead, and gate and up take turns (gpt-oss).
+        bias: the projections have biases, all experts' in one tensor, `stacked` with "_bias".
+        activation: of the experts, see `ExpertWeights`; None for the model's.
     """
 
     num_experts: int
@@ -61,13 +87,40 @@ class MoEConfig:
     router: RouterSpec
     layers: tuple[bool, ...]
     block: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    gate: str = "gate"
+    gate_bias: bool = False
+    correction_bias: str | None = None
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    transposed: bool = False
+    bias: bool = False
+    activation: str | None = None
+    shared: SharedExpert | None = None
 
     def __post_init__(self) -> None:
         if self.router.top_k > self.num_experts:
             raise StartError(
                 f"model config: {self.router.top_k} experts a token of {self.num_experts}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    Attributes:
+        q_rank: of the queries' latent; None where they are projected at once.
+        kv_rank: of the latent that is cached.
+        nope_dim, rope_dim: of a head's query and key, the parts that do not rotate and do; the
+            latter is one for all heads' keys, and cached.
+        value_dim: of a head's value.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
 
 
 class LayerNorms(NamedTuple):
@@ -93,6 +146,7 @@ class ModelConfig:
         rotates: per layer whether it has a rotary embedding; empty for all.
         attention_scale: multiplies q k^T.
         attention_softcap: attention logits become softcap * tanh(logits / softcap).
+        has_sinks: heads have sinks, see `AttentionSpec`.
         gated_mlp: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
         mlp_names: of the projections in; gate and up may lie in one tensor; and of the one out.
         fused_qkv: q, k and v lie in one tensor, qkv_proj.
@@ -109,6 +163,9 @@ class ModelConfig:
         logit_scale: multiplies logits.
         logit_softcap: logits become softcap * tanh(logits / softcap).
         moe: None where every layer has one MLP.
+        latent: latent attention in place of grouped queries; then head_dim is that of a query, and
+            `rope` is of its part that rotates.
+        unread: prefixes of tensors that are left unread: layers that predict further tokens.
     """
 
     family: str
@@ -129,6 +186,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     rotates: tuple[bool, ...] = ()
     attention_softcap: float | None = None
+    has_sinks: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
@@ -149,6 +207,8 @@ class ModelConfig:
     logit_scale: float | None = None
     logit_softcap: float | None = None
     moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def longest_context(self) -> int:
@@ -174,6 +234,11 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise StartError(f"model config: {key} must be a positive integer, not {value!r:.80}")
         return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """An integer that may be 0."""
+        value = self._read(key, default)
+        return 0 if value == 0 and value is not False else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
@@ -385,16 +450,18 @@ def _factors(fields: Fields, key: str, rotary_dim: int) -> tuple[float, ...]:
 
 
 def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22), or a quotient of two such (DeepSeek)."""
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    """Given, or by the factor, or a quotient of two such (DeepSeek)."""
     if fields.get("attention_factor") is not None:
         return fields.number("attention_factor")
     if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return mscale(fields.number("mscale")) / mscale(fields.number("mscale_all_dim"))
-    return mscale(1.0)
+        mscale, all_dim = fields.number("mscale"), fields.number("mscale_all_dim")
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """0.1 weight ln(factor) + 1 (Peng et al. 2023, eq. 22, with a weight of 1)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def one_window(hf: Fields, num_layers: int) -> tuple[int | None, ...]:

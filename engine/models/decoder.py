@@ -70,7 +70,7 @@ class DecoderLayer:
         if moe is None:
             self._mlp = MLP(f"{name}.mlp", config, parameters)
         else:
-            self._mlp = MixtureOfExperts(f"{name}.{moe.block}", config, moe, parameters)
+            self._mlp = MixtureOfExperts(name, config, moe, parameters)
         kind, size = NORMS[config.norm], config.hidden_size
         self._norms = tuple(
             None if norm is None else kind(f"{name}.{norm}", size, config, parameters)
@@ -210,6 +210,11 @@ class Decoder:
     def kv_spec(self) -> list[tuple[int, int]]:
         """(num_kv_heads, head_dim) of each layer."""
         return [(s.num_kv_heads, s.head_dim) for s in self.attention_specs]
+
+    @property
+    def state_spec(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Layers with a LayerState instead: number to the shapes of conv and recurrent, a row."""
+        return {}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take all tensors, in any order; each is copied or packed before the next is asked for.

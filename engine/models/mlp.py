@@ -6,26 +6,38 @@ Runs on: gpu.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends.api import ExpertWeights
+from .experts import Experts
 from .linear import Linear
 from .parameters import Parameters
 
 if TYPE_CHECKING:
-    from .config import ModelConfig, MoEConfig
+    from .config import ModelConfig, MoEConfig, SharedExpert
 
 
 class MLP:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
-    def __init__(self, name: str, config: ModelConfig, parameters: Parameters):
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        *into, out = config.mlp_names
+    Args:
+        shared: sizes and names, where they are not the model's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        parameters: Parameters,
+        shared: SharedExpert | None = None,
+    ):
+        hidden, bias = config.hidden_size, config.mlp_bias
+        of = shared or config
+        inner = of.intermediate_size
+        *into, out = config.mlp_names if shared is None else shared.projections
         self.is_gated = config.gated_mlp
         size = (2 if self.is_gated else 1) * inner // len(into)
         self.gate_up = Linear({f"{name}.{n}": size for n in into}, hidden, bias, parameters)
@@ -43,46 +55,90 @@ class MLP:
         return self.down(x)
 
 
+class Router:
+    """Logits in float32, and the experts that follow from them.
+
+    The weight is float32, too, where the model's type would round it: what the choice of experts
+    hangs on is never rounded, and costs no more where the checkpoint did not need it.
+
+    Args:
+        parts: name to rows, the experts' first; a shared expert's gate is one row more.
+    """
+
+    def __init__(
+        self,
+        parts: dict[str, int],
+        hidden: int,
+        moe: MoEConfig,
+        correction_bias: str | None,
+        parameters: Parameters,
+    ):
+        self._moe, self._ops, self._parameters = moe, parameters.ops, parameters
+        self._dtype, self._packed = parameters.dtype, None
+        self._correction: Tensor | None = None
+        self._parts: dict[str, Tensor | None] = {}
+        for name, rows in parts.items():
+            self._expect(f"{name}.weight", (rows, hidden))
+            if moe.gate_bias:
+                self._expect(f"{name}.bias", (rows,))
+        if correction_bias is not None:
+            self._correction = parameters.keep(correction_bias, (moe.num_experts,))
+
+    def _expect(self, name: str, shape: tuple[int, ...]) -> None:
+        self._parts[name] = None
+        self._parameters.expect(name, shape, partial(self._put, name))
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        self._parts[name] = tensor.to(self._parameters.device, copy=True)
+        tensors = [t for t in self._parts.values() if t is not None]
+        if len(tensors) < len(self._parts):
+            return
+        if any(not torch.equal(t.to(self._dtype).to(t.dtype), t) for t in tensors):
+            self._dtype = torch.float32
+        weights = [t.to(self._dtype) for t in tensors if t.dim() == 2]
+        biases = [t.to(self._dtype) for t in tensors if t.dim() == 1]
+        self._packed = self._ops.pack_linear(
+            torch.cat(weights), torch.cat(biases) if biases else None
+        )
+        self._parts.clear()  # the packed form is all that stays
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts of x [num_tokens, hidden], see `Ops.route`.
+
+        Returns:
+            Expert ids and weights, [num_tokens, top_k] each, and the logits of what else is gated,
+            float32 [num_tokens, 0 or 1].
+        """
+        logits = self._ops.linear(x.to(self._dtype), self._packed, torch.float32)
+        num_experts = self._moe.num_experts
+        ids, weights = self._ops.route(logits[:, :num_experts], self._moe.router, self._correction)
+        return ids, weights, logits[:, num_experts:]
+
+
 class MixtureOfExperts:
     """The weighted sum of the gated MLPs that the router chooses for each token.
 
-    Attributes:
-        packed: the experts as the ops take them, once all are loaded.
+    A shared expert, where there is one, is added for every token.
     """
 
-    def __init__(self, name: str, config: ModelConfig, moe: MoEConfig, parameters: Parameters):
-        hidden, inner = config.hidden_size, moe.intermediate_size
-        self._ops, self._parameters = parameters.ops, parameters
-        self._moe, self._activation = moe, config.activation
-        self._shapes = ((moe.num_experts, 2 * inner, hidden), (moe.num_experts, hidden, inner))
-        self._router = Linear({f"{name}.gate": moe.num_experts}, hidden, False, parameters)
-        self._weights: tuple[Tensor, Tensor] | None = None  # gate_up and down, until all are there
-        self._missing = 3 * moe.num_experts
-        self.packed: Any = None
-        gate, up, down = moe.projections
-        for expert in range(moe.num_experts):
-            for projection, which, rows, shape in (
-                (gate, 0, slice(inner), (inner, hidden)),
-                (up, 0, slice(inner, 2 * inner), (inner, hidden)),
-                (down, 1, slice(hidden), (hidden, inner)),
-            ):
-                full_name = f"{name}.experts.{expert}.{projection}.weight"
-                parameters.expect(full_name, shape, partial(self._put, which, expert, rows))
-
-    def _put(self, which: int, expert: int, rows: slice, tensor: Tensor) -> None:
-        if self._weights is None:
-            device, dtype = self._parameters.device, self._parameters.dtype
-            gate_up, down = (torch.empty(s, device=device, dtype=dtype) for s in self._shapes)
-            self._weights = gate_up, down
-        self._weights[which][expert, rows].copy_(tensor)
-        self._missing -= 1
-        if not self._missing:
-            gate_up, down = self._weights
-            self._weights = None  # the packed form is all that stays
-            self.packed = self._ops.pack_experts(ExpertWeights(gate_up, down, self._activation))
+    def __init__(self, layer: str, config: ModelConfig, moe: MoEConfig, parameters: Parameters):
+        name, shared = f"{layer}.{moe.block}", moe.shared
+        parts = {f"{name}.{moe.gate}": moe.num_experts}
+        self._is_gated = shared is not None and shared.gate is not None
+        if shared is not None and shared.gate is not None:
+            parts[f"{layer}.{shared.gate}"] = 1
+        correction = None if moe.correction_bias is None else f"{name}.{moe.correction_bias}"
+        self._router = Router(parts, config.hidden_size, moe, correction, parameters)
+        self.experts = Experts(name, config, moe, parameters)
+        self._shared: MLP | None = None
+        if shared is not None:
+            self._shared = MLP(f"{layer}.{shared.name}", config, parameters, shared)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] to [num_tokens, hidden]."""
-        logits = self._router(x, torch.float32)
-        ids, weights = self._ops.route(logits, self._moe.router, None)
-        return self._ops.experts(x, ids, weights, self.packed)
+        ids, weights, gate = self._router(x)
+        out = self.experts(x, ids, weights)
+        if self._shared is None:
+            return out
+        shared = self._shared(x)
+        return out.add_(shared * gate.sigmoid().to(x.dtype) if self._is_gated else shared)

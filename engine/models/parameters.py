@@ -24,10 +24,32 @@ class Parameters:
         self.ops, self.device, self.dtype = ops, device, dtype
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._put: dict[str, Callable[[Tensor], None]] = {}
+        self._instead: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
     def expect(self, name: str, shape: tuple[int, ...], put: Callable[[Tensor], None]) -> None:
         """Declare a tensor; `put` copies what it is given."""
         self.shapes[name] = shape
+        self._put[name] = put
+
+    def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Declare a tensor that stays as it is: float32, on the device, filled when it comes."""
+        kept = torch.empty(shape, device=self.device, dtype=torch.float32)
+
+        def put(tensor: Tensor) -> None:
+            kept.copy_(tensor)
+
+        self.expect(name, shape, put)
+        return kept
+
+    def expect_instead(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        put: Callable[[Tensor], None],
+        others: Iterable[str],
+    ) -> None:
+        """Declare a tensor that some checkpoints have in place of others that are declared."""
+        self._instead[name] = shape, tuple(others)
         self._put[name] = put
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -38,16 +60,20 @@ class Parameters:
         """
         missing = dict.fromkeys(self.shapes)
         for name, tensor in weights:
-            shape = self.shapes.get(name)
-            if shape is None:
+            if name in self._instead:
+                shape, names = self._instead[name]
+            elif name in self.shapes:
+                shape, names = self.shapes[name], (name,)
+            else:
                 raise StartError(f"the weights hold a tensor {name!r:.200} that the model lacks")
-            if name not in missing:
+            if not all(n in missing for n in names):
                 raise StartError(f"the weights hold the tensor {name} twice")
             if tuple(tensor.shape) != shape:
                 raise StartError(
                     f"the tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}"
                 )
-            del missing[name]
+            for n in names:
+                del missing[n]
             self._put[name](tensor)
         if missing:
             first = next(iter(missing))

@@ -75,12 +75,13 @@ def from_safetensors(
         StartError: a file cannot be read.
     """
     family = FAMILIES[config.family]
+    unread = family.ignored + config.unread
     total, done = sum(p.stat().st_size for p in paths), 0
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    if name.startswith(family.ignored) or name.endswith(DERIVED):
+                    if name.startswith(unread) or name.endswith(DERIVED):
                         continue
                     if name == "lm_head.weight" and config.tie_word_embeddings:
                         continue

@@ -147,7 +147,7 @@ def hf_model(family: str, fields: dict) -> torch.nn.Module:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 or "norm" in name:
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if (parameter.ndim == 1 and "inv_freq" not in name) or "norm" in name or "bias" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model
