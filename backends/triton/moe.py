@@ -32,9 +32,8 @@ from .arch import current_arch
 
 TABLE = Path(__file__).with_name("moe_tiles.json")
 HAS_DESCRIPTORS = ("sm_90", "sm_100", "interpreter")
-SINGLE_PAIRS = 1024  # up to which one program sorts them all
-CHUNK = 512  # pairs that a program sorts where there are more
-MATCH_ELEMENTS = 4096  # of a block of (pairs x experts) that are compared
+CHUNKS = (256, 2048)  # pairs that are counted at once; more of them take a kernel of their own
+MATCH_ELEMENTS = 8192  # of a block of (pairs x experts) that are compared
 SUM_BLOCK = 1024  # columns a program of the last sum
 
 
@@ -367,23 +366,13 @@ def _pair_down(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count(
-    ids_ptr,
-    counts_ptr,
-    num_pairs,
-    BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _count(ids_ptr, counts_ptr, num_pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
     """How many pairs of a chunk each expert has: counts [num_chunks, BLOCK_E]."""
     chunk = tl.program_id(0)
-    e = tl.arange(0, BLOCK_E)
-    count = tl.zeros([BLOCK_E], tl.int32)
-    for start in range(0, CHUNK, BLOCK_P):
-        p = chunk * CHUNK + start + tl.arange(0, BLOCK_P)
-        ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
-        count += tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + chunk * BLOCK_E + e, count)
+    p = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = p < num_pairs
+    count = tl.histogram(tl.load(ids_ptr + p, mask=live, other=0), BLOCK_E, mask=live)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles", "tile_rows"])
@@ -400,27 +389,27 @@ def _place(
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """Put the pairs of a chunk in order of their experts, and describe some of the tiles.
+    """Put BLOCK_P pairs where they belong in order of their experts, and describe some tiles.
+
+    Every program counts anew what comes before its own pairs: that is less than waiting would be.
 
     tiles [3, num_tiles]: a tile's expert (NUM_EXPERTS or more for an unused one), its first place
     in the order, and the place after its expert's last.
     """
-    chunk = tl.program_id(0)
-    first = chunk * CHUNK
-    last = num_pairs
+    first = tl.program_id(0) * BLOCK_P
+    chunk = first // CHUNK
     e = tl.arange(0, BLOCK_E)
-    total = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
+    p = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=0)
+    before = tl.histogram(ids, BLOCK_E, mask=p < first)
     if SINGLE:
-        for start in range(0, num_pairs, BLOCK_P):
-            p = start + tl.arange(0, BLOCK_P)
-            ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
-            total += tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
+        total = tl.histogram(ids, BLOCK_E, mask=p < num_pairs)
     else:
-        last = tl.minimum(first + CHUNK, num_pairs)
+        total = tl.zeros([BLOCK_E], tl.int32)
         for start in range(0, num_chunks, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
             counts_ptrs = counts_ptr + c[:, None] * BLOCK_E + e[None, :]
@@ -433,8 +422,9 @@ def _place(
     num_own_tiles = (total + tile_rows - 1) // tile_rows
     tile_end = tl.cumsum(num_own_tiles, 0)
     origin = begin - (tile_end - num_own_tiles) * tile_rows  # plus tile * tile_rows: its place
-    for start in range(chunk * BLOCK_P, num_tiles, tl.num_programs(0) * BLOCK_P):
-        t = start + tl.arange(0, BLOCK_P)
+    step = tl.num_programs(0) * BLOCK_T
+    for start in range(tl.program_id(0) * BLOCK_T, num_tiles, step):
+        t = start + tl.arange(0, BLOCK_T)
         expert = tl.sum((tile_end[None, :] <= t[:, None]).to(tl.int32), 1)
         is_own = e[None, :] == expert[:, None]
         place = tl.sum(tl.where(is_own, origin[None, :], 0), 1) + t * tile_rows
@@ -444,14 +434,13 @@ def _place(
         of_end = tl.sum(tl.where(is_own, end[None, :], 0), 1)
         tl.store(tiles_ptr + 2 * num_tiles + t, of_end, mask=live)
 
-    place0 = begin + before
-    for start in range(first, last, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P)
-        ids = tl.load(ids_ptr + p, mask=p < last, other=-1)
-        is_own = (ids[:, None] == e[None, :]).to(tl.int32)
-        places = place0[None, :] + tl.cumsum(is_own, 0) - 1
-        tl.store(order_ptr + tl.sum(is_own * places, 1), p, mask=p < last)
-        place0 += tl.sum(is_own, 0)
+    i = tl.arange(0, BLOCK_P)
+    live = first + i < num_pairs
+    own = tl.load(ids_ptr + first + i, mask=live, other=-1)
+    rank = tl.sum(((own[:, None] == own[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    is_own = own[:, None] == e[None, :]
+    place = tl.sum(tl.where(is_own, (begin + before)[None, :], 0), 1) + rank
+    tl.store(order_ptr + place, first + i, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -698,17 +687,16 @@ def sort_pairs(ids: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, T
     num_tiles = (num_pairs + min(num_pairs, num_experts) * (tile_rows - 1)) // tile_rows
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
-    is_single = num_pairs <= SINGLE_PAIRS
-    num_chunks = 1 if is_single else triton.cdiv(num_pairs, CHUNK)
     block_e = triton.next_power_of_2(num_experts)
-    block_p = max(8, MATCH_ELEMENTS // block_e)
+    chunk = next((n for n in CHUNKS if n >= num_pairs), CHUNKS[-1])
+    is_single = num_pairs <= chunk
+    num_chunks = triton.cdiv(num_pairs, chunk)
     counts = order
     if not is_single:
         counts = torch.empty(num_chunks, block_e, dtype=torch.int32, device=ids.device)
-        _count[(num_chunks,)](
-            ids, counts, num_pairs, BLOCK_E=block_e, BLOCK_P=block_p, CHUNK=CHUNK, num_warps=4
-        )
-    _place[(num_chunks,)](
+        _count[(num_chunks,)](ids, counts, num_pairs, BLOCK_E=block_e, CHUNK=chunk, num_warps=4)
+    block_p = max(16, min(64, MATCH_ELEMENTS // block_e))
+    _place[(triton.cdiv(num_pairs, block_p),)](
         ids,
         counts,
         order,
@@ -720,8 +708,9 @@ def sort_pairs(ids: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, T
         NUM_EXPERTS=num_experts,
         BLOCK_E=block_e,
         BLOCK_P=block_p,
-        BLOCK_C=min(16, block_p),
-        CHUNK=CHUNK,
+        BLOCK_C=16,
+        BLOCK_T=min(32, block_p),
+        CHUNK=chunk,
         SINGLE=is_single,
         num_warps=4,
     )

@@ -19,14 +19,13 @@ def random_pairs(num_tokens, num_experts, top_k, seed=0):
     return ids.int(), values
 
 
-@pytest.mark.parametrize("single_pairs", [1024, 16])
+@pytest.mark.parametrize("chunks", [(32,), (16, 64), moe.CHUNKS])
 @pytest.mark.parametrize("tile_rows", [4, 16])
 @pytest.mark.parametrize("num_tokens, num_experts, top_k", [(1, 8, 2), (9, 5, 2), (70, 12, 3)])
 def test_pairs_are_sorted_into_tiles(
-    num_tokens, num_experts, top_k, tile_rows, single_pairs, monkeypatch
+    num_tokens, num_experts, top_k, tile_rows, chunks, monkeypatch
 ):
-    monkeypatch.setattr(moe, "SINGLE_PAIRS", single_pairs)
-    monkeypatch.setattr(moe, "CHUNK", 32)
+    monkeypatch.setattr(moe, "CHUNKS", chunks)
     monkeypatch.setattr(moe, "MATCH_ELEMENTS", 256)
     ids, _ = random_pairs(num_tokens, num_experts - 1, top_k)  # one expert has none
     if num_tokens == 9:
