@@ -158,6 +158,20 @@ class MLASpec:
     scale: float
 
 
+class DenseRows(NamedTuple):
+    """Rows whose keys lie one row after the other, without pages. All int32, on the device.
+
+    Attributes:
+        qo_indptr, kv_indptr: [rows + 1] where each row's new tokens begin, and its keys.
+        offsets: [rows] how far the first new token is behind the first of these keys in the
+            context: new token i sees the keys up to offset + i, which may be none or all.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    offsets: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaNetSpec:
     """A gated delta net (Yang et al. 2024) between its projections.
@@ -408,6 +422,58 @@ class Ops(Protocol):
             [num_tokens, num_value_heads * value_dim], in qkvz's type.
         """
 
+    def mla_write(
+        self,
+        latent: Tensor,
+        q_rope: Tensor,
+        meta: BatchMeta,
+        cache: LayerCache,
+        spec: MLASpec,
+        rope: Rope,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """Write what latent attention keeps of the new tokens to meta.out_slots.
+
+        Args:
+            latent: [num_tokens, rank + rope_dim]; an RMS norm is made of the first rank, and the
+                rest rotates.
+            q_rope: [num_tokens, num_heads, rope_dim], of any strides but the last; rotated in
+                place.
+            norm: [rank] weight of the norm.
+        """
+
+    def mla_attend(
+        self, q_latent: Tensor, q_rope: Tensor, meta: BatchMeta, cache: LayerCache, spec: MLASpec
+    ) -> Tensor:
+        """Latent attention of the new tokens over their contexts, up-projections left outside.
+
+        The latents are keys, beside their rotated part, and values: softmax((q_latent latent^T +
+        q_rope k_rope^T) * scale) latent. Decode, prefill, and mixtures, as in `attend`.
+
+        Args:
+            q_latent: [num_tokens, num_heads, rank], queries times the keys' up-projection.
+            q_rope: [num_tokens, num_heads, rope_dim]. Both of any strides but the last.
+
+        Returns:
+            [num_tokens, num_heads, rank].
+        """
+
+    def mla_attend_dense(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, rows: DenseRows, spec: MLASpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over up-projected keys and values, for many new tokens. Never captured.
+
+        Args:
+            q: [num_tokens, num_heads, nope_dim + rope_dim], the part that rotated last.
+            kv: [num_keys, num_heads, nope_dim + value_dim], a head's key and then its value.
+            k_rope: [num_keys, rope_dim], of all heads; of any strides but the last.
+
+        Returns:
+            [num_tokens, num_heads, value_dim], and the queries' natural log-sum-exps float32
+            [num_tokens, num_heads]; 0 and -inf where a token sees none of these keys.
+        """
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(x[:, :n]) * x[:, n:] for x [num_tokens, 2 n]."""
 
@@ -532,6 +598,31 @@ class SamplingRows:
     has_min_p: bool
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What kernels and layouts depend on.
+
+    Attributes:
+        arch: "sm_90", "gfx942", or the best of a CPU's instruction sets.
+        warp_size: threads that run in step; 64 on AMD's CDNA, 1 on a CPU.
+        shared_bytes: memory that the threads of a block share, at most (AMD's LDS); 0 on a CPU.
+        dist_backend: of torch.distributed.
+        has_bf16: whether bfloat16 is multiplied in hardware.
+        fp8: the 8-bit float that is multiplied in hardware; None where there is none.
+        fp8_max: the largest magnitude that is written in it.
+        expert_layout: in which order the best kernels want experts' weights, N the outputs.
+    """
+
+    arch: str
+    warp_size: int
+    shared_bytes: int
+    dist_backend: Literal["nccl", "xccl", "gloo"]
+    has_bf16: bool
+    fp8: torch.dtype | None = None
+    fp8_max: float = 0.0
+    expert_layout: Literal["E,N,K", "E,N,K in tiles of 16 x 16", "E,K,N"] = "E,N,K"
+
+
 class DeviceRuntime(Protocol):
     """One device: memory, streams, and what it can do."""
 
@@ -541,6 +632,7 @@ class DeviceRuntime(Protocol):
     is_async: bool  # launches return before the work is done, so steps can overlap
     has_graphs: bool
     default_page_size: int
+    facts: DeviceFacts
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes."""

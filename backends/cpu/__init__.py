@@ -6,11 +6,13 @@ Runs on: gpu.
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..api import DeviceFacts
 from .native_ops import NativeOps
 from .torch_ops import TorchOps
 
@@ -37,6 +39,8 @@ class CpuRuntime:
         isa = next(
             (f for f in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if f in self.features), ""
         )
+        has_bf16 = isa in ("amx_bf16", "avx512_bf16")
+        self.facts = DeviceFacts(isa or platform.machine(), 1, 0, "gloo", has_bf16)
         total = self.memory()[1]
         parts = (_cpu_model(), f"{self.num_cores} cores", isa, f"{total / 2**30:.0f} GiB")
         self.description = ", ".join(part for part in parts if part)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import BackendError
+from ..api import BackendError, DeviceFacts
 from ..reference import ReferenceOps
 from ..triton import TritonOps
 from .flashinfer import FlashInferOps
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..api import Provider
+
+
+def facts(major: int, minor: int, shared_bytes: int = 0) -> DeviceFacts:
+    """Of a compute capability; fp8 is multiplied from Ada (sm_89) on, bfloat16 from Ampere."""
+    fp8 = torch.float8_e4m3fn if (major, minor) >= (8, 9) else None
+    return DeviceFacts(
+        arch=f"sm_{major}{minor}",
+        warp_size=32,
+        shared_bytes=shared_bytes,
+        dist_backend="nccl",
+        has_bf16=major >= 8,
+        fp8=fp8,
+        fp8_max=0.0 if fp8 is None else torch.finfo(fp8).max,
+    )
 
 
 class CudaRuntime:
@@ -47,8 +61,9 @@ class CudaRuntime:
         self.capability = (properties.major, properties.minor)
         self.num_cores = properties.multi_processor_count
         gib = properties.total_memory / 2**30
-        arch = f"sm_{properties.major}{properties.minor}"
-        self.description = f"{properties.name}, {arch}, {gib:.0f} GiB"
+        shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+        self.facts = facts(*self.capability, shared_bytes)
+        self.description = f"{properties.name}, {self.facts.arch}, {gib:.0f} GiB"
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes; what torch's allocator holds unused counts as free."""
@@ -107,6 +122,7 @@ class AbsentCuda(CudaRuntime):
     def __init__(self, capability: tuple[int, int], num_cores: int) -> None:
         self.device = torch.device("meta")
         self.capability, self.num_cores = capability, num_cores
+        self.facts = facts(*capability)
         self.description = f"absent, sm_{capability[0]}{capability[1]}"
         self.captured: list[Callable[[], None]] = []
 
