@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from . import gguf_blocks
 from .api import BackendError
 
 if TYPE_CHECKING:
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
 
     from .api import QuantizedWeight
 
-KINDS = ("fp8", "int8", "uint4", "mxfp4")
+KINDS = ("fp8", "int8", "uint4", "mxfp4", "gguf")
 # e2m1 by code (OCP Microscaling Formats 1.0, table 5): a sign, two exponent bits, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LARGEST = {"fp8": 448.0, "int8": 127.0}  # code of an activation's largest magnitude
 
 
 def check(weight: QuantizedWeight) -> None:
-    """Raise BackendError where the weight's kind is not one of `KINDS`."""
+    """Raise BackendError where the weight's kind or GGUF type is not known."""
     if weight.kind not in KINDS:
         raise BackendError(f"weights of kind {weight.kind!r} are not multiplied here")
+    if weight.kind == "gguf" and weight.gguf_type not in gguf_blocks.BLOCK_TYPES:
+        raise BackendError(f"weights of GGUF's {weight.gguf_type} are not multiplied here")
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,6 +42,8 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
         BackendError: the kind is not known.
     """
     check(weight)
+    if weight.kind == "gguf":
+        return gguf_blocks.dequantize(weight.codes, weight.gguf_type, dtype)
     values = _codes(weight, dtype)
     if weight.scales is not None:
         values *= _spread(weight.scales, weight).to(dtype)
