@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,13 @@ MAX_GRAPH_ROWS = 512
 STEP_LOAD_BYTES = 256 << 20  # from the host in a step while streams run: about 5 ms of PCIe 5
 CPU_STEP_LOAD_BYTES = 32 << 20  # the GPU thread copies them itself
 GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
+
+
+class PoolSizes(NamedTuple):
+    """Tokens of the KV pool, and snapshots of recurrent states."""
+
+    tokens: int
+    snapshots: int
 
 
 class Builder:
@@ -136,11 +143,14 @@ class Builder:
             with self._phase("kernels"):
                 warming.result()
             with self._phase("warm-up"):
-                runner = self._runner(backend, model, 2 + chunk // page_size)
+                runner = self._runner(backend, model, 2 + chunk // page_size, num_states=1)
                 working_bytes = runner.measure(chunk)
         with self._phase("kv pool"):
-            tokens = self._pool_tokens(runtime, model, dtype, working_bytes)
-            runner = self._runner(backend, model, 1 + tokens // page_size)
+            sizes = self._pool_sizes(runtime, model, dtype, working_bytes)
+            tokens, num_slots = sizes.tokens, config.max_running_requests + 1
+            runner = self._runner(
+                backend, model, 1 + tokens // page_size, num_states=num_slots + sizes.snapshots
+            )
         if runtime.has_graphs and not config.disable_graphs:
             with self._phase("graphs"):
                 runner.capture(self._graph_rows, chunk)
@@ -149,6 +159,8 @@ class Builder:
                 runner.calibrate(min(chunk, tokens - page_size), cost)
         tiers = None
         if has_tiers(config):
+            if model.state_spec:
+                raise StartError("a host cache keeps pages, not this model's recurrent states")
             with self._phase("cache tiers"):
                 tiers = self._tiers(backend, runner, dtype)
         scheduler = make_scheduler(
@@ -159,6 +171,7 @@ class Builder:
             is_cpu=is_cpu,
             cost=cost,
             tiers=tiers,
+            num_snapshots=sizes.snapshots if model.state_spec else None,
         )
         return scheduler, runner
 
@@ -185,7 +198,12 @@ class Builder:
             (name, torch.empty(shape, device=device, dtype=self._dtype))
             for name, shape in model.shapes.items()
         )
-        runner = self._runner(backend, model, 2 + self._chunk // self._page_size)
+        runner = self._runner(
+            backend,
+            model,
+            2 + self._chunk // self._page_size,
+            num_states=self.config.max_running_requests + 1,
+        )
         steps: list[Callable[[], None]] = [partial(runner.walk, self._chunk)]
         steps += backend.warm_steps(_kinds(model), self._dtype, self._page_size)
         if not self.config.disable_graphs:
@@ -214,13 +232,16 @@ class Builder:
             self._ahead.wait()
         backend.warm(_kinds(model), self._dtype, self._page_size)
 
-    def _runner(self, backend: Backend, model: Decoder, num_pages: int) -> ModelRunner:
-        device = backend.runtime.device
+    def _runner(
+        self, backend: Backend, model: Decoder, num_pages: int, *, num_states: int
+    ) -> ModelRunner:
+        dtype, device = self._dtype, backend.runtime.device
+        pools = kv_buffers.allocate(model.kv_spec, num_pages, self._page_size, dtype, device)
         return ModelRunner(
             model,
             backend.ops,
             backend.runtime,
-            kv_buffers.allocate(model.kv_spec, num_pages, self._page_size, self._dtype, device),
+            kv_buffers.with_states(pools, model.state_spec, num_states, dtype, device),
             num_slots=self.config.max_running_requests + 1,
             max_pages=self._max_pages,
             page_size=self._page_size,
@@ -240,11 +261,11 @@ class Builder:
             dummy=[config.seed, backend.runtime.name] if is_dummy else None,
             dtype=str(dtype),
             kv_layout=getattr(provider, "kv_layout", "NHD"),
-            pools=[[str(p.dtype), *p.shape[1:]] for cache in runner.caches for p in cache],
+            pools=[[str(p.dtype), *p.shape[1:]] for cache in runner.pools for p in cache],
             page_size=page_size,
         )
-        num_bytes = kv_copies.RecordLayout(runner.caches).record_bytes
-        num_pages = runner.caches[0].k.shape[0]
+        num_bytes = kv_copies.RecordLayout(runner.pools).record_bytes
+        num_pages = runner.pools[0].k.shape[0]
         if config.host_cache_gib is not None:
             num_slots = int(config.host_cache_gib * 2**30) // num_bytes
         else:
@@ -258,7 +279,7 @@ class Builder:
         if config.cache_redis_url is not None:
             stores.append(RedisStore(config.cache_redis_url))
         runner.copies = kv_copies.KVCopies(
-            runner.caches, backend.runtime, backend.ops, num_slots, stores, key
+            runner.pools, backend.runtime, backend.ops, num_slots, stores, key
         )
         step_bytes = STEP_LOAD_BYTES if backend.runtime.is_async else CPU_STEP_LOAD_BYTES
         return Tiers(
@@ -314,28 +335,40 @@ class Builder:
             return weights.from_gguf(files.gguf, files.config, dtype, progress)
         return weights.from_safetensors(list(files.weights), files.config, progress)
 
-    def _pool_tokens(
+    def _pool_sizes(
         self, runtime: DeviceRuntime, model: Decoder, dtype: torch.dtype, working_bytes: int
-    ) -> int:
-        """How many tokens the KV pool holds, with room left for a step's working memory."""
+    ) -> PoolSizes:
+        """What KV pool and snapshots hold, with room left for a step's working memory."""
         config = self.config
+        per_state = kv_buffers.bytes_per_state(model.state_spec, dtype)
+        snapshots = config.state_snapshots
+        if snapshots is None:
+            snapshots = 2 * config.max_running_requests if per_state else 0
         if config.kv_tokens is not None:
-            return config.kv_tokens
+            return PoolSizes(config.kv_tokens, snapshots)
         free, total = runtime.memory()
         if runtime.device.type == "cpu":
             budget = int(free * CPU_POOL_SHARE)
         else:
             reserve = max(int(total * (1 - config.mem_fraction)), working_bytes + GRAPH_BYTES)
             budget = free - reserve
+        budget -= (config.max_running_requests + 1) * per_state
+        if per_state and config.state_snapshots is None:
+            snapshots = min(snapshots, max(budget, 0) // 4 // per_state)
+        budget -= snapshots * per_state
         per_token = kv_buffers.bytes_per_token(model.kv_spec, dtype)
         tokens = min(budget // per_token, config.max_running_requests * self.max_model_len)
         if tokens < 256:
+            others, flags = "", "--mem-fraction, or --kv-tokens"
+            if per_state:
+                others = f" and a request's state {per_state / 2**20:.1f} MiB"
+                flags = "--mem-fraction, or fewer --max-running-requests"
             raise StartError(
                 f"no memory for the KV cache: {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB "
-                f"are free, a token takes {per_token / 2**10:.0f} KiB; a smaller model, a higher "
-                "--mem-fraction, or --kv-tokens may help"
+                f"are free, a token takes {per_token / 2**10:.0f} KiB{others}; a smaller model, a "
+                f"higher {flags} may help"
             )
-        return tokens
+        return PoolSizes(tokens, snapshots)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -82,6 +82,13 @@ class EngineConfig(BaseModel):
         gt=0.0,
         le=0.98,
     )
+    state_snapshots: int | None = option(
+        None,
+        "for models with recurrent layers: states that the prefix cache keeps, to go on from; by "
+        "default what a quarter of the memory for KV holds, at most two a running request",
+        "memory",
+        ge=0,
+    )
     host_cache_ratio: float | None = option(
         None, "keep evicted prefixes in host memory: so many times the KV pool", "tiers", gt=0
     )

@@ -39,16 +39,19 @@ class Arriving:
         if (key := self._keys.pop(request, None)) is not None:
             del self._by_key[key]
 
-    def holds(self, request: Request, num_cached: int) -> bool:
-        """Whether another computes what this request, of which so many are cached, needs next."""
+    def awaited(self, request: Request, num_cached: int) -> tuple[Request, int] | None:
+        """Who computes what this request, of which so many are cached, needs next.
+
+        Also how much both share, in tokens of whole pages.
+        """
         other = self._by_key.get(self._key(request, num_cached))
         if other is None:
-            return False
+            return None
         n = min(other.prompt_len, request.prompt_len - 1)
         differs = other.prompt[:n] != request.prompt[:n]
         common = int(differs.argmax()) if differs.any() else n
         common -= common % self._page_size
-        return common - num_cached >= MIN_AWAITED
+        return (other, common) if common - num_cached >= MIN_AWAITED else None
 
     def _key(self, request: Request, num_cached: int) -> Key:
         page: np.ndarray = request.prompt[num_cached : num_cached + self._page_size]

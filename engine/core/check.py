@@ -39,6 +39,9 @@ def check_ledger(scheduler: Scheduler) -> None:
     assert not wrong, f"pages that are not in exactly one place: {wrong}"
     numbers = sorted(slots.free + slots.order.tolist())
     assert numbers == list(range(1, scheduler.max_running + 1)), f"slots are {numbers}"
+    if scheduler.snapshots is not None:
+        saves = [save for step in scheduler._in_flight for save in step.saves]
+        scheduler.snapshots.check(scheduler.tree.nodes(), slots.owners(), saves)
     scheduler.check_queue()
     if scheduler.tiers is not None:
         pages = [node.pages for node in scheduler.tree.nodes()]

@@ -37,6 +37,7 @@ def make_scheduler(
     is_cpu: bool,
     cost: StepCost | None = None,
     tiers: Tiers | None = None,
+    num_snapshots: int | None = None,
 ) -> Scheduler:
     """The scheduler of one engine.
 
@@ -44,6 +45,7 @@ def make_scheduler(
         kv_tokens: size of the KV pool; the last part of a page is left out.
         cost: what is known of a step's time already.
         tiers: the cache tiers below the device, if any.
+        num_snapshots: of recurrent states, for a model that has some.
     """
     max_step_s = None if is_cpu else GPU_STEP_S
     if config.max_step_ms is not None:
@@ -67,5 +69,6 @@ def make_scheduler(
         prefill_decode_interval=config.prefill_decode_interval,
         cost=cost,
         tiers=tiers,
+        num_snapshots=num_snapshots,
         queue_timeout_s=config.queue_timeout,
     )

@@ -5,7 +5,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from .plan import FROM_DEVICE, Admission, StepPlan, StepResult
 from .request import Request
 from .shared_prefix import Groups
 from .slots import Slots
+from .snapshots import Save
 
 NewPages = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots, table indices, page ids
 
@@ -25,6 +26,7 @@ class LaunchedStep:
         serials: of each slot's owner at launch.
         score_starts: row to the position of its first new token, where prompt tokens are scored.
         told: slots of which the runner learns something, beside the rows'.
+        saves: of recurrent states.
         has_loads: whether it waits for copies from the host, so that its time says little.
     """
 
@@ -39,6 +41,7 @@ class LaunchedStep:
     num_pairs: float
     score_starts: dict[int, int]
     told: set[int]
+    saves: list[Save] = field(default_factory=list)
     has_loads: bool = False
 
     def commit(self, slots: Slots, result: StepResult) -> None:

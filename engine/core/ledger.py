@@ -15,6 +15,7 @@ from .pages import PagePool
 from .radix import Node, RadixTree
 from .request import Request
 from .slots import Slots
+from .snapshots import Snapshots
 from .tiers import Tiers
 
 
@@ -46,9 +47,11 @@ class PageLedger:
         eviction: EvictionPolicy,
         tells_cache: bool,
         tiers: Tiers | None,
+        snapshots: Snapshots | None,
     ):
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size, eviction)
+        self.tree = RadixTree(page_size, eviction, snapshots)
+        self.snapshots = snapshots
         self.tiers = tiers
         self.now = 0.0
         self.load_room = 0
@@ -107,6 +110,7 @@ class PageLedger:
         end = len(request.tokens) - 1 if self.is_matchable(request) else 0
         tokens = request.known_tokens(0, end)
         node, pages, num_matched = self.tree.match(tokens, request.add.namespace, self.now)
+        request.num_known = self.tree.num_walked
         self.tree.lock(node)
         return node, pages, num_matched
 
@@ -115,6 +119,8 @@ class PageLedger:
         self._slots.open(request, pages, num_matched)
         self._settle(request, node, num_matched)
         request.is_published = False
+        if self.snapshots is not None:
+            self.snapshots.open(request, node, num_matched, self._slots)
         if not request.is_resumed:
             self.tree.count_hit(node)
         if self.tiers is not None:
@@ -158,12 +164,20 @@ class PageLedger:
     def publish(self, request: Request) -> None:
         """Put a computed prompt into the tree."""
         request.is_published = True
+        if self.snapshots is not None:
+            self._attach(request)
+            return
         end = request.prompt_len // self._page_size * self._page_size
         if self._use_radix and end > request.num_shared:
             self._share(request, end)
 
     def close(self, request: Request, *, keep_prefix: bool) -> None:
         """Take slot and pages from a running request; its committed prefix stays cached."""
+        if self.snapshots is not None:
+            if keep_prefix:
+                self._attach(request)
+            keep_prefix = False  # what lies behind the last snapshot is of no use
+            self.snapshots.close(request)
         size, shared = self._page_size, request.num_shared
         pages = self._slots.pages(request.slot)
         end = int(self._slots.committed[request.slot]) // size * size
@@ -194,6 +208,15 @@ class PageLedger:
     def _root_key(self, request: Request) -> bytes:
         namespace = request.add.namespace
         return root_key(namespace) if self.tiers is None else self.tiers.root(namespace)
+
+    def _attach(self, request: Request) -> None:
+        """Put a running request's tokens into the tree as far as there are snapshots of it."""
+        assert self.snapshots is not None
+        for end, row in request.snapshots:
+            self._share(request, end)
+            assert request.node is not None
+            self.snapshots.attach(request.node, row)
+        request.snapshots.clear()
 
     def _share(self, request: Request, end: int) -> None:
         """Put a running request's first `end` tokens into the tree, go over to the tree's pages."""

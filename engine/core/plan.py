@@ -22,6 +22,11 @@ from ..api.sampling_params import SamplingParams
 FROM_DEVICE = -1  # in StepPlan.tokens: the last token sampled for the row's slot
 
 
+def no_copies() -> np.ndarray:
+    """StepPlan's state_restores and state_saves where there are none."""
+    return np.empty((2, 0), np.int32)
+
+
 @dataclass(slots=True)
 class Admission:
     """What the runner must know of a request before its first row, or after a retraction.
@@ -68,6 +73,10 @@ class StepPlan:
             int32 [k >= 2], shared length in tokens, a multiple of the page size). A kernel may
             read such a prefix once for all of them; ignoring the list is correct too.
         masked: int32 [n], the rows that sample under a grammar.
+        state_restores, state_saves: int32 [2, n], copies of recurrent states before and after
+            this step, as rows of each LayerState to read from and to write to: from snapshots to
+            request slots, and from slots to snapshots. A slot whose context is empty begins with
+            a state of zeros, without a copy.
     """
 
     step: int
@@ -85,6 +94,8 @@ class StepPlan:
     admitted: list[Admission] = field(default_factory=list)
     shared_groups: list[tuple[np.ndarray, int]] = field(default_factory=list)
     masked: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    state_restores: np.ndarray = field(default_factory=no_copies)
+    state_saves: np.ndarray = field(default_factory=no_copies)
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Node:
         pin: what is pinned higher is evicted later, whatever the policy says.
         reach: the length of the longest sequence through it that was ever cached, in tokens.
         in_heap: whether the eviction heap has an entry of it.
+        resume: of a model that keeps more than pages of all tokens, what it takes to go on at its
+            end (see Resume).
     """
 
     __slots__ = (
@@ -49,6 +51,7 @@ class Node:
         "pin",
         "priority",
         "reach",
+        "resume",
         "start",
         "tokens",
     )
@@ -65,9 +68,28 @@ class Node:
         self.hit_count = 0
         self.priority = self.pin = self.reach = 0
         self.in_heap = False
+        self.resume: Any = None
+
+    @property
+    def end(self) -> int:
+        """Tokens of the path that ends with it."""
+        return self.start + len(self.tokens)
 
     def __repr__(self) -> str:
         return f"node {self.tokens[:8].tolist()} of {len(self.tokens)} tokens"
+
+
+class Resume(Protocol):
+    """What a prefix needs besides its pages, so that a request can go on behind it."""
+
+    def point(self, node: Node, end: int) -> int:
+        """How many of a path's first `end` tokens, which end in `node`, a request may build on."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` has become the beginning of `lower`."""
+
+    def cut(self, node: Node, num_pages: int) -> None:
+        """A node is about to lose pages at its end, perhaps all."""
 
 
 class RadixTree:
@@ -76,20 +98,29 @@ class RadixTree:
     Args:
         page_size: tokens a page.
         eviction: which leaf goes first.
+        resume: where prefixes can be continued; everywhere, if None.
 
     Attributes:
         num_evictable, num_protected: pages in unlocked and in locked nodes.
         num_evicted: pages evicted since the start.
         num_nodes: nodes without the roots.
+        num_walked: tokens that the last `match` or `insert` found there.
     """
 
-    def __init__(self, page_size: int, eviction: EvictionPolicy = POLICIES["lru"]):
+    def __init__(
+        self,
+        page_size: int,
+        eviction: EvictionPolicy = POLICIES["lru"],
+        resume: Resume | None = None,
+    ):
         self.page_size = page_size
+        self.num_walked = 0
         self.num_evictable = 0
         self.num_protected = 0
         self.num_evicted = 0
         self.num_nodes = 0
         self._eviction = eviction
+        self._resume = resume
         self._roots: dict[Namespace, Node] = {}
         # One entry (key, tie breaker, node) a node at most. An entry may be out of date: it is
         # looked at only when it comes to the top, and then dropped or pushed again.
@@ -99,7 +130,7 @@ class RadixTree:
     def match(
         self, tokens: np.ndarray, namespace: Namespace, now: float
     ) -> tuple[Node, np.ndarray, int]:
-        """The longest cached prefix, in whole pages.
+        """The longest cached prefix that can be continued, in whole pages.
 
         Args:
             tokens: int32 [n].
@@ -109,10 +140,18 @@ class RadixTree:
             num_matched in tokens.
         """
         node, parts, num_matched = self._walk(tokens, namespace, now)
+        if self._resume is not None:
+            num_matched = self._resume.point(node, num_matched)
+            while node.parent is not None and node.start >= num_matched:
+                node = node.parent
+                parts.pop()
+            if node.end > num_matched:
+                node = self._split(node, num_matched - node.start)
+                parts[-1] = node.pages
         return node, _concatenate(parts), num_matched
 
     def find(self, tokens: np.ndarray, namespace: Namespace) -> tuple[Node | None, int]:
-        """How much of a prefix is cached, in tokens of whole pages; changes nothing.
+        """How much of a prefix `match` would give, in tokens; changes nothing.
 
         Also the last node on its path, which may go on differently; None where there is nothing.
         """
@@ -128,6 +167,8 @@ class RadixTree:
             start += n
             if n < len(child.tokens):
                 break
+        if self._resume is not None and node is not None:
+            start = self._resume.point(node, start)
         return node, start
 
     def count_hit(self, node: Node) -> None:
@@ -233,6 +274,8 @@ class RadixTree:
             n = min(missing, len(node.pages) if count is None else count(node))
             missing -= n
             parts.append(node.pages[len(node.pages) - n :])
+            if self._resume is not None:
+                self._resume.cut(node, n)
             self.num_evictable -= n
             self.num_evicted += n
             if n < len(node.pages):
@@ -303,6 +346,7 @@ class RadixTree:
             parts.append(child.pages)
             start += n
             node = child
+        self.num_walked = start
         return node, parts, start
 
     def _split(self, node: Node, n: int) -> Node:
@@ -326,6 +370,8 @@ class RadixTree:
         node.parent = upper
         upper.children[node.key] = node
         self.num_nodes += 1
+        if self._resume is not None:
+            self._resume.split(upper, node)
         return upper
 
     def _offer(self, node: Node) -> None:

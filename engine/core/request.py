@@ -32,6 +32,10 @@ class Request:
         num_shared: tokens at its beginning whose pages belong to the tree; it owns the rest.
         num_cached: prompt tokens found in the cache at the first admission; -1 before it.
         place: where it stands in the queue (waiting.py).
+        num_known: tokens that the cache held at the last match, though it may have to begin before
+            their end.
+        stops: where its chunks must end, rising; snapshots: (length, row) of its recurrent state
+            that are not in the tree yet (snapshots.py).
         num_prefilled_before: prompt tokens that the scheduler had computed when it came.
         num_charged: of its tokens, how many its client was charged for, or had for nothing.
         queue_s: seconds that it waited for its first admission.
@@ -60,6 +64,7 @@ class Request:
         "node",
         "num_cached",
         "num_charged",
+        "num_known",
         "num_prefilled_before",
         "num_shared",
         "page_keys",
@@ -72,7 +77,9 @@ class Request:
         "request_id",
         "seed",
         "slot",
+        "snapshots",
         "stop_token_ids",
+        "stops",
         "tokens",
         "wants_logprobs",
     )
@@ -92,6 +99,9 @@ class Request:
         self.node: Node | None = None
         self.num_shared = 0
         self.num_cached = -1
+        self.num_known = 0
+        self.stops: list[int] = []
+        self.snapshots: list[tuple[int, int]] = []
         self.place: tuple[int, bool, int, int] = (0, False, 0, 0)
         self.num_prefilled_before = 0
         self.num_charged = 0

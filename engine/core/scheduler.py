@@ -62,6 +62,7 @@ from .request import Request
 from .reserve import Reserve
 from .shared_prefix import SharedPrefixes
 from .slots import Slots
+from .snapshots import SAVE_EVERY, Snapshots
 from .tiers import Tiers
 from .waiting import WaitingQueue
 
@@ -90,6 +91,9 @@ class Scheduler:
             step may hold (budget.StepLimits).
         tells_cache: whether the facts tell what enters and leaves the prefix cache.
         tiers: the cache tiers below the device, if any; needs use_radix.
+        num_snapshots: for a model with recurrent states: how many of them the prefix cache holds.
+            Does not go with tiers.
+        save_every: tokens that lie between two of them at least.
         queue_timeout_s: a request that has waited so long for its first turn is refused.
     """
 
@@ -115,6 +119,8 @@ class Scheduler:
         queue_timeout_s: float | None = None,
         tells_cache: bool = False,
         tiers: Tiers | None = None,
+        num_snapshots: int | None = None,
+        save_every: int = SAVE_EVERY,
     ):
         self.page_size = page_size
         self.max_running = max_running
@@ -128,6 +134,10 @@ class Scheduler:
             cost=cost,
         )
         self.slots = Slots(max_running, -(-max_model_len // page_size), page_size)
+        self.snapshots: Snapshots | None = None
+        if num_snapshots is not None:
+            num_rows = num_snapshots if use_radix else 0
+            self.snapshots = Snapshots(max_running + 1, num_rows, page_size, save_every)
         self.ledger = PageLedger(
             num_pages,
             page_size,
@@ -136,6 +146,7 @@ class Scheduler:
             eviction=eviction,
             tells_cache=tells_cache,
             tiers=tiers,
+            snapshots=self.snapshots,
         )
         self.pool, self.tree, self.tiers = self.ledger.pool, self.ledger.tree, tiers
         self.waiting = WaitingQueue(policy, queue_timeout_s, shares)
@@ -249,6 +260,8 @@ class Scheduler:
             return None
         if self.slots.untold and self._in_flight:
             return None  # what the runner must learn again holds every token so far
+        if self.slots.untold and self.snapshots is not None:
+            self._retract_undone()
         retractions = self._retractions
         if self._preemption_gap is not None and self.waiting:
             self._preempt(self._preemption_gap)
@@ -277,6 +290,8 @@ class Scheduler:
         plan, launched = launch(
             self._num_steps, self.slots, decode, chunks, admitted, new_pages, groups
         )
+        if self.snapshots is not None:
+            self.snapshots.write(plan, launched, self.slots)
         if self.tiers is not None:
             launched.has_loads, self.tiers.loads_ordered = self.tiers.loads_ordered, False
         self._in_flight.append(launched)
@@ -336,7 +351,10 @@ class Scheduler:
     def _take_chunk(self, slot: int, num_missing: int, budget: StepBudget) -> int:
         """How many of a slot's missing tokens this step computes; finds the pages for them."""
         context = int(self.slots.computed[slot])
-        q_len = self.ledger.grow(slot, budget.chunk(num_missing, context))
+        q_len = budget.chunk(num_missing, context)
+        if self.snapshots is not None:
+            q_len = self.snapshots.chunk(self.slots.owner(slot), context, q_len, num_missing)
+        q_len = self.ledger.grow(slot, q_len)
         if q_len:
             budget.spend(q_len, context)
         return q_len
@@ -462,7 +480,10 @@ class Scheduler:
         """Whether a running request computes a part of this one's prompt, which is then cached."""
         if not self.ledger.is_matchable(request):
             return False
-        return self._arriving.holds(request, self.ledger.num_cached(request))
+        awaited = self._arriving.awaited(request, self.ledger.num_cached(request))
+        if awaited is None or self.snapshots is None:
+            return awaited is not None
+        return self.snapshots.stop_at(*awaited, self.slots)
 
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
@@ -515,6 +536,8 @@ class Scheduler:
         """
         step = self._in_flight.pop()
         step.undo(self.slots)
+        if self.snapshots is not None:
+            self.snapshots.undo(step.saves)
         self._num_undone += 1
         self.limits.shrink(step.num_tokens)
         if step.num_tokens == 1:
@@ -523,6 +546,13 @@ class Scheduler:
                 f"request, with {free_bytes >> 20} MiB free"
             )
             self._refuse(step.requests[0], EngineError(message))
+
+    def _retract_undone(self) -> None:
+        """Begin again with what was in an undone step: what it did to their states stays done."""
+        undone = self.slots.untold
+        for request in reversed(self.slots.owners()):  # the oldest is to be first in the queue
+            if request.slot in undone:
+                self._retract(request)
 
     def _expire(self, request_id: int) -> None:
         """Refuse a request that has waited too long for its first turn."""
@@ -544,6 +574,8 @@ class Scheduler:
         if result.seconds and is_telling and not step.has_loads:
             self.limits.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
         step.commit(self.slots, result)
+        if step.saves and self.snapshots is not None:
+            self.snapshots.commit(step.saves, self.slots)
 
         facts = self._facts
         new_fact = tuple.__new__  # as Tokens(...), in a third of the time; it wants every field

@@ -9,6 +9,8 @@ import numpy as np
 
 from .request import Request
 
+NEVER = 2**31 - 1  # in Slots.save_at
+
 
 class Slots:
     """Slots 1 to max_running; slot 0 pads graph batches and belongs to nobody.
@@ -25,6 +27,7 @@ class Slots:
         limit: length at which it ends. compute_limit: the last token's KV is not needed.
         generates: False where only the prompt is computed.
         is_constrained: whether a grammar restricts its output. num_constrained: how many are.
+        save_at: the length from which on its recurrent state is to be saved (snapshots.py).
         dirty: slot to the first table index that the device must learn.
         untold: slots of which the runner must learn all again.
     """
@@ -47,6 +50,7 @@ class Slots:
         self.generates = np.zeros(n, np.bool_)
         self.is_constrained = np.zeros(n, np.bool_)
         self.num_constrained = 0
+        self.save_at = np.full(n, NEVER, np.int32)
         self.dirty: dict[int, int] = {}
         self.untold: set[int] = set()
         self._owners: list[Request | None] = [None] * n

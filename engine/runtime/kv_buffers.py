@@ -1,17 +1,20 @@
-"""The KV pool's tensors, one pair a layer.
+"""The tensors that outlive a step: a KV pool for each layer with attention, states for others.
 
 Runs on: gpu.
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.api import LayerCache
+from ...backends.api import LayerCache, LayerState
 
 KVSpec = list[tuple[int, int]]  # a layer's (num_kv_heads, head_dim)
+# Layers with a recurrent state, by number: the shapes of LayerState's conv and recurrent, of a row.
+StateSpec = Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def bytes_per_token(kv_spec: KVSpec, dtype: torch.dtype) -> int:
@@ -33,3 +36,33 @@ def allocate(
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
     return [LayerCache(zeros(heads, dim), zeros(heads, dim)) for heads, dim in kv_spec]
+
+
+def bytes_per_state(state_spec: StateSpec, dtype: torch.dtype) -> int:
+    """Bytes that the state of one request takes over all layers."""
+    return sum(
+        math.prod(conv) * dtype.itemsize + math.prod(recurrent) * 4
+        for conv, recurrent in state_spec.values()
+    )
+
+
+def with_states(
+    pools: list[LayerCache],
+    state_spec: StateSpec,
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[LayerCache | LayerState]:
+    """What each layer keeps, in the order of the layers: the pools, and zeroed states between.
+
+    Args:
+        num_rows: of each state, request slots and snapshots together.
+    """
+    caches: list[LayerCache | LayerState] = list(pools)
+    for layer, (conv, recurrent) in sorted(state_spec.items()):
+        state = LayerState(
+            torch.zeros(num_rows, *conv, dtype=dtype, device=device),
+            torch.zeros(num_rows, *recurrent, dtype=torch.float32, device=device),
+        )
+        caches.insert(layer, state)
+    return caches

@@ -6,13 +6,13 @@ Runs on: gpu.
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, Ops
+from ...backends.api import BatchMeta, DeviceRuntime, LayerCache, LayerState, Ops
 from ..core.budget import StepCost, calibration_chunks, pairs_of
 from ..core.plan import Logprobs, StepPlan, StepResult
 from .grammar.masks import Constraint, Masks
@@ -29,10 +29,10 @@ class Model(Protocol):
 
     vocab_size: int
 
-    def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[LayerCache]) -> Tensor:
+    def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[Any]) -> Tensor:
         """int64 [num_tokens] to hidden states [num_tokens, hidden].
 
-        A layer's cache is taken from the iterator just before the layer runs.
+        A layer's LayerCache, or LayerState, is taken from the iterator just before it runs.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ class InFlight:
 
 
 class ModelRunner:
-    """Owns the device side of serving: model, KV pool, inputs, sampler."""
+    """Owns the device side of serving: model, KV pool, states, inputs, sampler."""
 
     def __init__(
         self,
         model: Model,
         ops: Ops,
         runtime: DeviceRuntime,
-        caches: list[LayerCache],
+        caches: Sequence[LayerCache | LayerState],
         *,
         num_slots: int,
         max_pages: int,
@@ -124,6 +124,8 @@ class ModelRunner:
         self.runtime = runtime
         self.model = model
         self.caches = caches
+        self.pools = [cache for cache in caches if isinstance(cache, LayerCache)]
+        self._states = [tensor for c in caches if isinstance(c, LayerState) for tensor in c]
         self.copies: KVCopies | None = None  # to and from the cache tiers, where there are any
         self.sampler = Sampler(ops, num_slots, model.vocab_size, runtime.device)
         self.masks = Masks(num_slots, model.vocab_size)
@@ -194,7 +196,8 @@ class ModelRunner:
             turn.began.record()
         graphs, sampler, last = self._graphs, self.sampler, self.inputs.last_tokens
         shape = graphs.shape_for(plan) if graphs is not None else None
-        caches: Iterable[LayerCache] = self.caches
+        caches: Iterable[Any] = self.caches
+        self._copy_states(plan.state_restores)
         if self.copies is not None and self.copies.is_loading:
             if shape is not None and plan.num_decode_rows:  # streams run: the loads are small
                 self.copies.wait_for_loads()
@@ -229,8 +232,17 @@ class ModelRunner:
                     self.masks.take() if constraints else None,
                 )
                 sampled.tokens = sampled.tokens[: len(rows)]
+        self._copy_states(plan.state_saves)
         device_s = None if self.runtime.is_async else time.perf_counter() - began_s
         return InFlight(plan, rows, sampled, scored, turn, device_s, constraints)
+
+    def _copy_states(self, rows: np.ndarray) -> None:
+        """Copy rows of all states; int32 [2, n], from and to."""
+        if rows.size:
+            device = self.runtime.device
+            sources, targets = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
+            for state in self._states:
+                state[targets] = state[sources]
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, DeviceLogprobs]:
         """Log-probabilities of prompt tokens, for the rows that want them."""

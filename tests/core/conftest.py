@@ -67,13 +67,21 @@ def expected_output(add: Add, choice: int, max_tokens: int | None = None) -> tup
 class Device:
     """Runs plans at launch, in order, as one stream would; results are handed out later.
 
+    With states (num_snapshots) a row goes on from its slot's hash instead of its context's last
+    one, and must find the same.
+
     A KV slot holds the hash of the tokens up to its position. A row reads the KV of its whole
     context through the device's block table, so a wrong page, a stale table or a page that was
     given away too early changes the sampled token.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_running: int, max_model_len: int):
+    def __init__(
+        self, num_pages, page_size, max_running, max_model_len, num_snapshots: int | None = None
+    ):
         self.page_size = page_size
+        self.states = None
+        if num_snapshots is not None:
+            self.states = np.full(max_running + 1 + num_snapshots, 0xBAD, np.uint64)
         self.kv = np.zeros((num_pages, page_size), np.uint64)
         self.table = np.zeros((max_running + 1, -(-max_model_len // page_size)), np.int32)
         self.last_token = np.full(max_running + 1, -7, np.int64)
@@ -100,6 +108,7 @@ class Device:
             shared = self.table[plan.slots[members], : length // self.page_size]
             assert shared.size and (shared == shared[0]).all() and length % self.page_size == 0
             assert length < plan.kv_lens[members].min()
+        self._copy_states(plan.state_restores, plan.state_saves, is_save=False)
         tokens = np.full(rows, -1, np.int32)
         finite = np.ones(rows, np.bool_)
         scores = {}
@@ -119,6 +128,8 @@ class Device:
             first = kv_len - q_len
             assert row not in masked or FROM_DEVICE not in new, "its mask cannot be known yet"
             h = int(self._kv(slot, first)[-1]) if first else admission.params.top_k
+            if first and self.states is not None:
+                h = int(self.states[slot])
             for position, token in enumerate(new, first):
                 if token == FROM_DEVICE:
                     token = int(self.last_token[slot])
@@ -128,6 +139,8 @@ class Device:
                 page = self.table[slot, position // self.page_size]
                 assert page > 0, "writes to the reserved page"
                 self.kv[page, position % self.page_size] = h
+            if self.states is not None:
+                self.states[slot] = h
             if plan.samples[row]:
                 total = int(self._kv(slot, kv_len).sum(dtype=np.uint64))
                 tokens[row] = self.last_token[slot] = sample(total, admission.seed, kv_len)
@@ -135,8 +148,19 @@ class Device:
                 finite[row] = False
             if plan.prompt_logprobs[row] >= 0:
                 scores[row] = logprobs_of(plan.score_tokens[row], int(plan.prompt_logprobs[row]))
+        self._copy_states(plan.state_restores, plan.state_saves, is_save=True)
         logprobs = logprobs_of(tokens, 5)
         return StepResult(plan.step, tokens, finite, 0.0, logprobs, scores)
+
+    def _copy_states(self, restores, saves, *, is_save: bool) -> None:
+        for copies in (restores, saves):
+            assert copies.dtype == np.int32 and len(copies) == 2
+        sources, targets = saves if is_save else restores
+        assert len(set(targets.tolist())) == len(targets)
+        if len(targets):
+            slots, snapshots = (sources, targets) if is_save else (targets, sources)
+            assert 0 < slots.min() and slots.max() < len(self.table) <= snapshots.min()
+            self.states[targets] = self.states[sources]
 
     def _kv(self, slot: int, n: int) -> np.ndarray:
         pages = self.table[slot, : -(-n // self.page_size)]
@@ -155,11 +179,13 @@ class Engine:
     def __init__(
         self, *, overlap: bool, num_pages=64, page_size=1, max_running=8, check=True, **kw
     ):
-        kw = {"max_step_tokens": 32, "max_model_len": 128} | kw
+        kw = {"max_step_tokens": 32, "max_model_len": 128, "num_snapshots": None} | kw
         self.scheduler = Scheduler(
             num_pages=num_pages, page_size=page_size, max_running=max_running, **kw
         )
-        self.device = Device(num_pages, page_size, max_running, kw["max_model_len"])
+        self.device = Device(
+            num_pages, page_size, max_running, kw["max_model_len"], kw["num_snapshots"]
+        )
         self.max_step_tokens = kw["max_step_tokens"]
         self.overlap = overlap
         self.check = check
@@ -251,7 +277,7 @@ class Engine:
                     assert output == tokens[: len(output)], key
 
     def assert_cache_is_true(self) -> None:
-        """Every page of the tree holds the KV of its tokens."""
+        """Every page of the tree holds the KV of its tokens, every snapshot the last of them."""
         for node in self.scheduler.tree.nodes():
             path, top = [], node
             while top.parent is not None:
@@ -262,6 +288,8 @@ class Engine:
                 expected = kv_of(np.concatenate(path[::-1]).tolist(), namespace)
                 held = self.device.kv[node.pages].reshape(-1).tolist()
                 assert held == expected[len(expected) - len(held) :], "a cached page is not true"
+                if node.resume is not None:
+                    assert self.device.states[node.resume] == expected[-1], "a wrong snapshot"
 
     def assert_drained(self) -> None:
         """No page leaked: all are free or cached and unlocked."""
