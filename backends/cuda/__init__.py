@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..api import Provider
+    from ..triton.linear import Tile
 
 
 def facts(major: int, minor: int, shared_bytes: int = 0) -> DeviceFacts:
@@ -165,7 +166,7 @@ class CublasOps:
     ) -> Tensor:
         """x weight^T + bias; a float32 result comes straight from the accumulators."""
         weight, transposed, bias = packed
-        if tile := _tile(x, weight):
+        if tile := self._tile(x, weight):
             out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
             return linear.linear(x, weight, bias, out, tile)
         if out_dtype not in (None, x.dtype):
@@ -183,7 +184,7 @@ class CublasOps:
     ) -> Tensor:
         """One kernel for few rows, else two."""
         weight = packed.weight
-        if tile := _tile(x, weight, has_norm=True):
+        if tile := self._tile(x, weight, has_norm=True):
             out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
             return linear.linear(x, weight, packed.bias, out, tile, norm=norm_weight, eps=eps)
         return self.linear(self._beside.rms_norm(x, norm_weight, eps), packed, out_dtype)
@@ -193,7 +194,7 @@ class CublasOps:
     ) -> Tensor:
         """One kernel for few rows, else three."""
         weight = packed.weight
-        if tile := _tile(x, weight, has_norm=True):
+        if tile := self._tile(x, weight, has_norm=True):
             out = x.new_empty(x.shape[0], weight.shape[0] // 2)
             return linear.linear(
                 x, weight, packed.bias, out, tile, norm=norm_weight, eps=eps, gate=activation
@@ -205,18 +206,17 @@ class CublasOps:
     def linear_add(self, x: Tensor, packed: PackedLinear, residual: Tensor) -> None:
         """The sum is part of the product, and rounded once."""
         weight, transposed, bias = packed
-        if tile := _tile(x, weight):
+        if tile := self._tile(x, weight):
             linear.linear(x, weight, bias, residual, tile, add=True)
             return
         residual.addmm_(x, transposed)
         if bias is not None:
             residual += bias
 
-
-def _tile(x: Tensor, weight: Tensor, *, has_norm: bool = False) -> linear.Tile | None:
-    if not has_triton or x.dtype != weight.dtype:
-        return None
-    return linear.choose_tile(x.shape[0], weight, has_norm=has_norm)
+    def _tile(self, x: Tensor, weight: Tensor, *, has_norm: bool = False) -> Tile | None:
+        if not has_triton or x.dtype != weight.dtype:
+            return None
+        return linear.choose_tile(x.shape[0], weight, has_norm=has_norm)
 
 
 def runtime() -> CudaRuntime:

@@ -29,7 +29,7 @@ def attention_steps(
     def step(
         spec: AttentionSpec, num_rows: int, q_len: int, splits: int | None, is_shared: bool
     ) -> None:
-        meta = _batch(num_rows, q_len, page_size, device, is_shared)
+        meta = tiny_batch(num_rows, q_len, page_size, device, is_shared)
         shape = (1, page_size, spec.num_kv_heads, spec.head_dim)
         k = torch.zeros(shape, dtype=dtype, device=device)
         q = torch.zeros(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
@@ -44,7 +44,7 @@ def attention_steps(
     return [partial(step, *arguments) for arguments in steps]
 
 
-def _batch(
+def tiny_batch(
     num_rows: int, q_len: int, page_size: int, device: torch.device, is_shared: bool
 ) -> BatchMeta:
     """Rows of q_len new tokens, all of request slot 0, of which nothing is shared."""
