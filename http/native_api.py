@@ -296,7 +296,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if "messages" in raw:
         body = parse(TokenizeChatRequest, raw)
         text = await chat_text(server, body)
-        tokens = await server.engine.encode(text, add_special_tokens=False)
+        tokens: Sequence[int] = await server.engine.encode(text, add_special_tokens=False)
     else:
         body = parse(TokenizeRequest, raw)
         special = body.add_special_tokens is not False

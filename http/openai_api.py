@@ -25,9 +25,9 @@ from .openai_types import (
     ChatFields,
     ChatRequest,
     CompletionRequest,
+    Prompt,
     SamplingFields,
     StreamOptions,
-    TokenIds,
 )
 from .serving import SERVER, Choice, Server, Work, new_id
 from .sse import DONE, ChunkEncoder, EventStream, event
@@ -50,7 +50,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         params = answers.structured(server.formats, body, params, answer, server.engine.tokenizer)
         grammar = await server.compile_grammar(params)
         special = body.add_special_tokens is True
-        prompt = await server.engine.encode(text, add_special_tokens=special)
+        prompt: Sequence[int] = await server.engine.encode(text, add_special_tokens=special)
         prompt = truncate(server, body, params.max_tokens, prompt)
         reply_id = new_id("chatcmpl-")
         work.ids |= {reply_id, *body.ids}
@@ -196,8 +196,8 @@ async def chat_text(server: Server, body: ChatFields) -> str:
 
 
 async def text_prompt(
-    server: Server, prompt: str | TokenIds, *, add_special_tokens: bool = True
-) -> list[int]:
+    server: Server, prompt: Prompt, *, add_special_tokens: bool = True
+) -> Sequence[int]:
     """A prompt as token ids."""
     if isinstance(prompt, str):
         return await server.engine.encode(prompt, add_special_tokens=add_special_tokens)
@@ -205,8 +205,8 @@ async def text_prompt(
 
 
 def truncate(
-    server: Server, body: SamplingFields, max_tokens: int | None, prompt: list[int]
-) -> list[int]:
+    server: Server, body: SamplingFields, max_tokens: int | None, prompt: Sequence[int]
+) -> Sequence[int]:
     """Keep the prompt's last tokens where the client asks for it; -1 means what fits."""
     keep = body.truncate_prompt_tokens
     if keep is None:

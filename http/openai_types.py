@@ -7,9 +7,11 @@ fields are checked in `SamplingParams.validate`, which every route shares.
 Runs on: any (pure).
 """
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import (
     Field,
     WithJsonSchema,
@@ -52,6 +54,7 @@ REFUSED = {
 }
 
 TokenIds = list[int]
+Prompt = str | Sequence[int]
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 PROMPT_SCHEMA = {
     "anyOf": [
@@ -366,14 +369,14 @@ class ChatRequest(SamplingFields, ChatFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt` is a list of prompts after validation."""
 
-    prompt: Annotated[list[str | TokenIds], WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Annotated[list[Prompt], WithJsonSchema(PROMPT_SCHEMA)]
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("prompt", mode="wrap")
     @classmethod
-    def _prompts(cls, value: Any, _: Any) -> list[str | TokenIds]:
+    def _prompts(cls, value: Any, _: Any) -> list[Prompt]:
         return as_prompts(value)
 
     @model_validator(mode="after")
@@ -403,20 +406,37 @@ class CompletionRequest(SamplingFields):
         return self.params(defaults, **overrides)
 
 
-def as_prompts(value: Any) -> list[str | TokenIds]:
+def as_prompts(value: Any) -> list[Prompt]:
     """Text, token ids, or a list of either, as a list of prompts, none of them empty."""
-    if value and (isinstance(value, str) or _is_ids(value)):
+    if value and isinstance(value, str):
         return [value]
+    if (ids := _ids(value)) is not None:
+        return [ids]
     if not isinstance(value, list) or not value:
         raise ValueError("want a text, a list of token ids, or a list of these; not empty")
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"{len(value)} prompts, the limit is {MAX_PROMPTS}")
+    prompts: list[Prompt] = []
     for prompt in value:
-        if not (prompt and isinstance(prompt, str)) and not _is_ids(prompt):
+        given = prompt if prompt and isinstance(prompt, str) else _ids(prompt)
+        if given is None:
             raise ValueError("each prompt must be a text or a list of token ids, and not empty")
-    return value
+        prompts.append(given)
+    return prompts
 
 
-def _is_ids(value: Any) -> bool:
-    # A set of types takes a seventh of the time of a loop, with which prompts of ids are felt.
-    return isinstance(value, list) and set(map(type, value)) == {int}
+def _ids(value: Any) -> Sequence[int] | None:
+    """A list of token ids as an array where they fit one, or None for what is no such list.
+
+    A prompt of 4,096 ids keeps the loop a millisecond if each is looked at in Python.
+    """
+    if not isinstance(value, list) or not value:
+        return None
+    try:
+        ids: Sequence[int] = array("i", value)
+    except TypeError:
+        return None
+    except OverflowError:  # the engine says which id is outside of the vocabulary
+        ids = value
+    # Python takes true and false for numbers; the letter e finds both, and floats too.
+    return None if b"e" in orjson.dumps(value) else ids
