@@ -8,129 +8,10 @@
 // Determinism: a result is summed in an order that depends on its own row alone, never on the
 // other rows, the threads or the chunks a prompt was cut into.
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
-
-// GCC 12 sees uninitialized values in its own intrinsics (GCC bug 105593).
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-
-#ifndef __AVX512F__
-#error "these kernels need AVX-512"
-#endif
+#include "gguf.h"
+#include "vectors.h"
 
 namespace {
-
-constexpr int LANES = 16;  // 32-bit words in a vector
-using Vec = __m512;
-
-struct bf16 {
-  uint16_t bits;
-};
-
-// ---- Elements -----------------------------------------------------------------------------------
-
-template <class T>
-constexpr int PER_WORD = 4 / sizeof(T);
-
-// Which lanes of a vector are meant: all of them (a type of its own, since masked moves are slow),
-// or those of a mask.
-struct All {};
-
-inline __mmask16 first_lanes(int64_t n) {
-  return n >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1);
-}
-
-// Calls f(i, lanes) for the vectors that cover n elements.
-template <class F>
-[[gnu::always_inline]] inline void for_vectors(int64_t n, F&& f) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) f(i, All{});
-  if (i < n) f(i, first_lanes(n - i));
-}
-
-inline Vec widen(__m256i x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-inline __m256i narrow(Vec x) {  // to bf16, to nearest even; a NaN stays one
-#ifdef __AVX512BF16__
-  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
-#else
-  __m512i u = _mm512_castps_si512(x);
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-  __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  rounded = _mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7FC00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
-#endif
-}
-
-inline Vec load(const float* p, All = {}) { return _mm512_loadu_ps(p); }
-inline Vec load(const bf16* p, All = {}) {
-  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline void store(float* p, Vec x, All = {}) { _mm512_storeu_ps(p, x); }
-inline void store(bf16* p, Vec x, All = {}) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x));
-}
-inline Vec load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-inline Vec load(const bf16* p, __mmask16 m) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
-inline void store(float* p, Vec x, __mmask16 m) { _mm512_mask_storeu_ps(p, m, x); }
-inline void store(bf16* p, Vec x, __mmask16 m) { _mm256_mask_storeu_epi16(p, m, narrow(x)); }
-
-// acc + the products of 16 words of `a` with the words of `b`.
-template <class T>
-inline Vec multiply_add(Vec acc, Vec a, Vec b);
-
-template <>
-inline Vec multiply_add<float>(Vec acc, Vec a, Vec b) {
-  return _mm512_fmadd_ps(a, b, acc);
-}
-
-template <>
-inline Vec multiply_add<bf16>(Vec acc, Vec a, Vec b) {
-#ifdef __AVX512BF16__
-  return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-#else
-  const Vec high = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
-  auto low = [](Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); };
-  acc = _mm512_fmadd_ps(low(a), low(b), acc);
-  return _mm512_fmadd_ps(_mm512_and_ps(a, high), _mm512_and_ps(b, high), acc);
-#endif
-}
-
-inline Vec broadcast_word(const void* p) {  // may be unaligned
-  float word;
-  std::memcpy(&word, p, 4);
-  return _mm512_set1_ps(word);
-}
-
-// e^x for x <= 88, NaN for NaN; relative error below 2e-7 (Cody and Waite's reduction).
-inline Vec exponential(Vec x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x);  // the second operand is returned for NaN
-  Vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  Vec r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-  Vec p = _mm512_set1_ps(1.0f / 720);
-  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
-}
-
-inline Vec sigmoid(Vec x) {
-  Vec one = _mm512_set1_ps(1.0f);
-  x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), x));
-  return _mm512_div_ps(one, _mm512_add_ps(one, exponential(x)));
-}
-
-inline float exponential(float x) { return _mm512_cvtss_f32(exponential(_mm512_set1_ps(x))); }
 
 // ---- The one matrix product ---------------------------------------------------------------------
 
@@ -165,16 +46,6 @@ template <int ROWS, int VECS>
     for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_setzero_ps();
 }
 
-// Calls f with the number of rows, 1 to MAX, as a constant.
-template <int MAX, class F>
-[[gnu::always_inline]] inline void with_rows(int64_t rows, F&& f) {
-  if constexpr (MAX > 1) {
-    if (rows < MAX) return with_rows<MAX - 1>(rows, f);
-  }
-  f(std::integral_constant<int, MAX>{});
-}
-
-
 // ---- Linear -------------------------------------------------------------------------------------
 //
 // A packed weight is a list of panels of 32 output columns; a panel holds, for each word of the
@@ -185,45 +56,55 @@ constexpr int PANEL = 32;
 constexpr int MAX_TILE = 12;
 constexpr int64_t BLOCK_BYTES = 384 << 10;  // of x, beside a panel in L2
 
+// Rows [begin, end) of x, at most 12, times panel p of a packed weight.
+template <class T, class Out>
+[[gnu::always_inline]] inline void multiply_panel(const T* x, int64_t x_stride, int64_t begin,
+                                                  int64_t end, const uint32_t* packed, int64_t p,
+                                                  const T* bias, int64_t num_in, int64_t num_out,
+                                                  Out* out) {
+  const int64_t words = num_in / PER_WORD<T>;
+  const int64_t column = p * PANEL, num_columns = std::min<int64_t>(PANEL, num_out - column);
+  with_rows<MAX_TILE>(end - begin, [&](auto rows) {
+    constexpr int ROWS = rows;
+    Vec acc[ROWS][2];
+    clear(acc);
+    const uint32_t* panel = packed + p * words * PANEL;
+    multiply<T>(acc, x + begin * x_stride, x_stride, {panel, panel + LANES}, PANEL, words);
+    auto finish = [&](int v, auto lanes) {
+      const int64_t at = column + v * LANES;
+      const Vec b = bias ? load(bias + at, lanes) : _mm512_setzero_ps();
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; ++r)
+        store(out + (begin + r) * num_out + at, _mm512_add_ps(acc[r][v], b), lanes);
+    };
+    if (num_columns == PANEL) {
+      finish(0, All{});
+      finish(1, All{});
+    } else {
+      finish(0, first_lanes(num_columns));
+      if (num_columns > LANES) finish(1, first_lanes(num_columns - LANES));
+    }
+  });
+}
+
+template <class T>
+int64_t tiles_of_a_block(int64_t num_in) {
+  return std::max<int64_t>(1, BLOCK_BYTES / (MAX_TILE * num_in * static_cast<int64_t>(sizeof(T))));
+}
+
 template <class T, class Out>
 void linear(const T* x, int64_t x_stride, int64_t num_tokens, const uint32_t* packed, const T* bias,
             int64_t num_in, int64_t num_out, Out* out) {
-  const int64_t words = num_in / PER_WORD<T>;
   const int64_t num_panels = (num_out + PANEL - 1) / PANEL;
   const int64_t num_tiles = (num_tokens + MAX_TILE - 1) / MAX_TILE;
-  const int64_t block_tiles =
-      std::max<int64_t>(1, BLOCK_BYTES / (MAX_TILE * num_in * static_cast<int64_t>(sizeof(T))));
+  const int64_t block_tiles = tiles_of_a_block<T>(num_in);
   for (int64_t first_tile = 0; first_tile < num_tiles; first_tile += block_tiles) {
     const int64_t last_tile = std::min(num_tiles, first_tile + block_tiles);
 #pragma omp parallel for schedule(dynamic, 3)
-    for (int64_t p = 0; p < num_panels; ++p) {
-      const int64_t column = p * PANEL, num_columns = std::min<int64_t>(PANEL, num_out - column);
-      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-        const int64_t begin = num_tokens * tile / num_tiles;
-        const int64_t end = num_tokens * (tile + 1) / num_tiles;
-        with_rows<MAX_TILE>(end - begin, [&](auto rows) {
-          constexpr int ROWS = rows;
-          Vec acc[ROWS][2];
-          clear(acc);
-          const uint32_t* panel = packed + p * words * PANEL;
-          multiply<T>(acc, x + begin * x_stride, x_stride, {panel, panel + LANES}, PANEL, words);
-          auto finish = [&](int v, auto lanes) {
-            const int64_t at = column + v * LANES;
-            const Vec b = bias ? load(bias + at, lanes) : _mm512_setzero_ps();
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r)
-              store(out + (begin + r) * num_out + at, _mm512_add_ps(acc[r][v], b), lanes);
-          };
-          if (num_columns == PANEL) {
-            finish(0, All{});
-            finish(1, All{});
-          } else {
-            finish(0, first_lanes(num_columns));
-            if (num_columns > LANES) finish(1, first_lanes(num_columns - LANES));
-          }
-        });
-      }
-    }
+    for (int64_t p = 0; p < num_panels; ++p)
+      for (int64_t tile = first_tile; tile < last_tile; ++tile)
+        multiply_panel(x, x_stride, num_tokens * tile / num_tiles,
+                       num_tokens * (tile + 1) / num_tiles, packed, p, bias, num_in, num_out, out);
   }
 }
 
@@ -296,22 +177,136 @@ void rms_norm(const T* x, int64_t x_stride, float* residual, const Weight& weigh
   }
 }
 
-template <class T, bool GELU>
+enum class Gate : int32_t { SILU, GELU_TANH, SWIGLU_CLAMPED };  // native_ops.py has its twin
+
+template <Gate GATE>
+inline Vec gated(Vec gate, Vec up) {
+  Vec inner = gate;
+  if (GATE == Gate::GELU_TANH) {  // tanh(u) = 2 sigmoid(2 u) - 1
+    Vec cubic = _mm512_fmadd_ps(_mm512_mul_ps(gate, gate), _mm512_set1_ps(0.044715f),
+                                _mm512_set1_ps(1.0f));
+    inner = _mm512_mul_ps(_mm512_mul_ps(gate, cubic), _mm512_set1_ps(2 * 0.7978845608f));
+  }
+  if (GATE == Gate::SWIGLU_CLAMPED) {  // of NaN, min and max return their second operand
+    const Vec limit = _mm512_set1_ps(7.0f);
+    gate = _mm512_min_ps(limit, gate);
+    up = _mm512_max_ps(_mm512_set1_ps(-7.0f), _mm512_min_ps(limit, up));
+    up = _mm512_add_ps(up, _mm512_set1_ps(1.0f));
+    inner = _mm512_mul_ps(gate, _mm512_set1_ps(1.702f));
+  }
+  return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid(inner)), up);
+}
+
+template <class T, Gate GATE>
 void gated_activation(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, T* out) {
 #pragma omp parallel for if (num_rows * n > ACTIVATION_GRAIN)
   for (int64_t row = 0; row < num_rows; ++row) {
     const T *gate = x + row * x_stride, *up = gate + n;
     for_vectors(n, [&](int64_t i, auto lanes) {
-      Vec g = load(gate + i, lanes), inner = g;
-      if (GELU) {  // tanh(u) = 2 sigmoid(2 u) - 1
-        Vec cubic = _mm512_fmadd_ps(_mm512_mul_ps(g, g), _mm512_set1_ps(0.044715f),
-                                    _mm512_set1_ps(1.0f));
-        inner = _mm512_mul_ps(_mm512_mul_ps(g, cubic), _mm512_set1_ps(2 * 0.7978845608f));
-      }
-      Vec y = _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(inner)), load(up + i, lanes));
-      store(out + row * n + i, y, lanes);
+      store(out + row * n + i, gated<GATE>(load(gate + i, lanes), load(up + i, lanes)), lanes);
     });
   }
+}
+
+template <class T>
+void gated_activation(Gate gate, const T* x, int64_t x_stride, int64_t num_rows, int64_t n,
+                      T* out) {
+  switch (gate) {
+    case Gate::SILU: return gated_activation<T, Gate::SILU>(x, x_stride, num_rows, n, out);
+    case Gate::GELU_TANH:
+      return gated_activation<T, Gate::GELU_TANH>(x, x_stride, num_rows, n, out);
+    case Gate::SWIGLU_CLAMPED:
+      return gated_activation<T, Gate::SWIGLU_CLAMPED>(x, x_stride, num_rows, n, out);
+  }
+}
+
+// ---- Experts ------------------------------------------------------------------------------------
+//
+// A pair is a token and one of its experts. Pairs are sorted by expert; then the rows of one expert
+// times one panel of its weights are a task, so that all threads work at any number of tokens and
+// experts without tokens cost nothing. A token's parts are summed in the order of its experts.
+
+// native_ops.py has its twin.
+struct Experts {
+  const uint32_t *gate_up, *down;  // packed weights of one expert after the other
+  const void *gate_up_bias, *down_bias;
+  int64_t num_experts, hidden, inner;
+  Gate gate;
+};
+
+static_assert(sizeof(Experts) == 64, "native_ops.py");
+
+inline int64_t packed_words(int64_t num_in, int64_t num_out, int64_t per_word) {
+  return (num_out + PANEL - 1) / PANEL * PANEL * (num_in / per_word);
+}
+
+struct ExpertRows {
+  int64_t expert, begin, end;  // sorted pairs, few enough for the cache
+};
+
+// Each run of rows times its expert's weight [num_out, num_in].
+template <class T, class Out>
+void multiply_experts(const std::vector<ExpertRows>& runs, const T* x, const uint32_t* packed,
+                      const T* bias, int64_t num_in, int64_t num_out, Out* out) {
+  const int64_t num_panels = (num_out + PANEL - 1) / PANEL;
+  const int64_t size = packed_words(num_in, num_out, PER_WORD<T>);
+#pragma omp parallel for schedule(dynamic, 3)
+  for (int64_t task = 0; task < static_cast<int64_t>(runs.size()) * num_panels; ++task) {
+    const ExpertRows& run = runs[task / num_panels];
+    const int64_t rows = run.end - run.begin, num_tiles = (rows + MAX_TILE - 1) / MAX_TILE;
+    for (int64_t tile = 0; tile < num_tiles; ++tile)
+      multiply_panel(x, num_in, run.begin + rows * tile / num_tiles,
+                     run.begin + rows * (tile + 1) / num_tiles, packed + run.expert * size,
+                     task % num_panels, bias ? bias + run.expert * num_out : nullptr, num_in,
+                     num_out, out);
+  }
+}
+
+template <class T>
+void experts(const T* x, int64_t x_stride, int64_t num_tokens, int64_t top_k, const int32_t* ids,
+             const float* weights, const Experts& e, T* out) {
+  static thread_local std::vector<int64_t> own_starts, own_places;
+  static thread_local std::vector<ExpertRows> runs;
+  static thread_local std::vector<T> own_rows, wide, narrow;
+  static thread_local std::vector<float> own_parts;
+  // The team must see this thread's lists, not its members' own.
+  std::vector<int64_t>&starts = own_starts, &places = own_places;
+  std::vector<T>& rows = own_rows;
+  std::vector<float>& parts = own_parts;
+  const int64_t num_pairs = num_tokens * top_k;
+  starts.assign(e.num_experts + 1, 0);
+  for (int64_t pair = 0; pair < num_pairs; ++pair) ++starts[ids[pair] + 1];
+  const int64_t most = MAX_TILE * std::min(tiles_of_a_block<T>(e.hidden), tiles_of_a_block<T>(e.inner));
+  runs.clear();
+  for (int64_t expert = 0; expert < e.num_experts; ++expert) {
+    const int64_t begin = starts[expert], end = starts[expert + 1] += begin;
+    for (int64_t at = begin; at < end; at += most)
+      runs.push_back({expert, at, std::min(end, at + most)});
+  }
+  places.resize(num_pairs);
+  rows.resize(num_pairs * e.hidden);
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    places[pair] = starts[ids[pair]]++;
+    std::memcpy(rows.data() + places[pair] * e.hidden, x + pair / top_k * x_stride,
+                e.hidden * sizeof(T));
+  }
+  wide.resize(num_pairs * 2 * e.inner);
+  narrow.resize(num_pairs * e.inner);
+  parts.resize(num_pairs * e.hidden);
+  multiply_experts(runs, rows.data(), e.gate_up, static_cast<const T*>(e.gate_up_bias), e.hidden,
+                   2 * e.inner, wide.data());
+  gated_activation(e.gate, wide.data(), 2 * e.inner, num_pairs, e.inner, narrow.data());
+  multiply_experts(runs, narrow.data(), e.down, static_cast<const T*>(e.down_bias), e.inner,
+                   e.hidden, parts.data());
+#pragma omp parallel for if (num_pairs * e.hidden > ACTIVATION_GRAIN)
+  for (int64_t token = 0; token < num_tokens; ++token)
+    for_vectors(e.hidden, [&](int64_t i, auto lanes) {
+      Vec sum = _mm512_setzero_ps();
+      for (int64_t pair = token * top_k; pair < (token + 1) * top_k; ++pair)
+        sum = _mm512_fmadd_ps(load(parts.data() + places[pair] * e.hidden + i, lanes),
+                              _mm512_set1_ps(weights[pair]), sum);
+      store(out + token * e.hidden + i, sum, lanes);
+    });
 }
 
 constexpr int MAX_HEAD_DIM = 512;
@@ -822,10 +817,11 @@ class Attention {
 
 // ---- A decoder layer ----------------------------------------------------------------------------
 
+// Panels, or the parts of a GGUF weight (gguf.h).
 struct Linear {
-  const uint32_t* packed;
+  const void* packed;
   const void* bias;
-  int64_t num_in, num_out;
+  int64_t num_in, num_out, num_parts;  // no parts: panels
 };
 
 // What does not change from call to call; native_ops.py has its twin.
@@ -837,11 +833,17 @@ struct DecoderLayer {
   int32_t is_gelu;
 };
 
-static_assert(sizeof(DecoderLayer) == 208, "native_ops.py");
+static_assert(sizeof(DecoderLayer) == 240, "native_ops.py");
 
 template <class T>
 void apply(const Linear& w, const T* x, int64_t num_tokens, T* out) {
-  linear(x, w.num_in, num_tokens, w.packed, static_cast<const T*>(w.bias), w.num_in, w.num_out, out);
+  const T* bias = static_cast<const T*>(w.bias);
+  if (w.num_parts)
+    gguf::linear(x, w.num_in, num_tokens, static_cast<const gguf::Part*>(w.packed), w.num_parts, bias,
+                 w.num_in, w.num_out, out);
+  else
+    linear(x, w.num_in, num_tokens, static_cast<const uint32_t*>(w.packed), bias, w.num_in,
+           w.num_out, out);
 }
 
 // The ops one after the other, with the same bits; what it saves is the calls from Python, which
@@ -871,9 +873,9 @@ void decoder_layer(const T* x, float* residual, int64_t num_tokens, const Decode
   apply(layer.gate_up, normed.data(), n, wide.data());
   const int64_t inner = layer.down.num_in;
   if (layer.is_gelu)
-    gated_activation<T, true>(wide.data(), 2 * inner, n, inner, narrow.data());
+    gated_activation<T, Gate::GELU_TANH>(wide.data(), 2 * inner, n, inner, narrow.data());
   else
-    gated_activation<T, false>(wide.data(), 2 * inner, n, inner, narrow.data());
+    gated_activation<T, Gate::SILU>(wide.data(), 2 * inner, n, inner, narrow.data());
   apply(layer.down, narrow.data(), n, out);
   if (layer.mlp_out_norm.data)
     rms_norm(out, hidden, nullptr, layer.mlp_out_norm, n, hidden, eps, out);
@@ -1044,6 +1046,20 @@ extern "C" {
     else                                                                                           \
       linear(x, x_stride, num_tokens, packed, bias, num_in, num_out, static_cast<T*>(out));        \
   }                                                                                                \
+  void stoker_gguf_linear_##NAME(const T* x, int64_t x_stride, int64_t num_tokens,                 \
+                                 const gguf::Part* parts, int64_t num_parts, const T* bias,        \
+                                 int64_t num_in, int64_t num_out, void* out, int32_t out_is_f32) { \
+    if (out_is_f32)                                                                                \
+      gguf::linear(x, x_stride, num_tokens, parts, num_parts, bias, num_in, num_out,               \
+                   static_cast<float*>(out));                                                      \
+    else                                                                                           \
+      gguf::linear(x, x_stride, num_tokens, parts, num_parts, bias, num_in, num_out,               \
+                   static_cast<T*>(out));                                                          \
+  }                                                                                                \
+  void stoker_gguf_rows_##NAME(const gguf::Part* part, int64_t num_in, const int64_t* rows,        \
+                               int64_t num_rows, T* out) {                                         \
+    gguf::read_rows(*part, num_in, rows, num_rows, out);                                           \
+  }                                                                                                \
   void stoker_rms_norm_##NAME(const T* x, int64_t x_stride, float* residual, const void* weight,   \
                               int32_t weight_is_f32, int64_t num_rows, int64_t n, float eps,       \
                               T* out) {                                                            \
@@ -1051,11 +1067,16 @@ extern "C" {
   }                                                                                                \
   void stoker_silu_and_mul_##NAME(const T* x, int64_t x_stride, int64_t num_rows, int64_t n,       \
                                   T* out) {                                                        \
-    gated_activation<T, false>(x, x_stride, num_rows, n, out);                                     \
+    gated_activation<T, Gate::SILU>(x, x_stride, num_rows, n, out);                                \
   }                                                                                                \
   void stoker_gelu_and_mul_##NAME(const T* x, int64_t x_stride, int64_t num_rows, int64_t n,       \
                                   T* out) {                                                        \
-    gated_activation<T, true>(x, x_stride, num_rows, n, out);                                      \
+    gated_activation<T, Gate::GELU_TANH>(x, x_stride, num_rows, n, out);                           \
+  }                                                                                                \
+  void stoker_experts_##NAME(const T* x, int64_t x_stride, int64_t num_tokens, int64_t top_k,      \
+                             const int32_t* ids, const float* weights, const Experts* of,          \
+                             T* out) {                                                             \
+    experts(x, x_stride, num_tokens, top_k, ids, weights, *of, out);                               \
   }                                                                                                \
   void stoker_write_qkv_##NAME(T* qkv, int64_t stride, int64_t num_tokens,                         \
                                const int64_t* positions, const int64_t* out_slots,                 \
@@ -1076,6 +1097,17 @@ extern "C" {
 
 STOKER_OPS(bf16, bf16)
 STOKER_OPS(float, f32)
+
+int64_t stoker_gguf_panel_bytes(gguf::Type type, int64_t num_in) {
+  return gguf::panel_bytes(type, num_in);
+}
+
+void stoker_gguf_pack(const uint8_t* raw, int64_t num_in, int64_t num_out, gguf::Type type,
+                      uint8_t* packed) {
+  gguf::with_format(type, [&](auto format) {
+    gguf::pack<decltype(format)>(raw, num_in, num_out, packed);
+  });
+}
 
 void stoker_sample(float* logits, int64_t num_rows, int64_t vocab, const float* temperature,
                    const int32_t* top_k, const float* top_p, const float* min_p,

@@ -25,7 +25,15 @@ from .memory import Arena
 from .torch_ops import TorchOps
 
 if TYPE_CHECKING:
-    from ..api import AttentionSpec, BatchMeta, DeviceRuntime, LayerWeights, Rope, SamplingRows
+    from ..api import (
+        AttentionSpec,
+        BatchMeta,
+        DeviceRuntime,
+        ExpertWeights,
+        LayerWeights,
+        Rope,
+        SamplingRows,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +56,7 @@ _ARGUMENTS = {
     ],
     "silu_and_mul": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "gelu_and_mul": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "experts": [c_void_p, *[c_int64] * 3, *[c_void_p] * 4],
     "write_qkv": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3],
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
     "decoder_layer": [c_void_p, c_void_p, c_int64, *[c_void_p] * 7],
@@ -110,6 +119,24 @@ class DecoderLayer(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """Twin of kernels.cpp's."""
+
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("num_experts", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("gate", c_int32),
+    )
+
+
+GATES = ("silu", "gelu_tanh", "swiglu_clamped")  # kernels.cpp's Gate
+
+
 class Batch(ctypes.Structure):
     """Twin of kernels.cpp's."""
 
@@ -137,6 +164,16 @@ class PackedLinear:
     call: Any
     weight_ptr: int
     bias_ptr: int | None
+
+
+@dataclass(slots=True)
+class PackedExperts:
+    """Experts as panels, one after the other; the tensors are kept for their addresses."""
+
+    dtype: torch.dtype
+    struct: Experts
+    address: int
+    tensors: tuple[Tensor | None, ...]
 
 
 class AttentionLayer:
@@ -258,6 +295,7 @@ class NativeOps(TorchOps):
         self._rms_norm = by_dtype("rms_norm")
         self._silu_and_mul = by_dtype("silu_and_mul")
         self._gelu_and_mul = by_dtype("gelu_and_mul")
+        self._experts = by_dtype("experts")
         self._write_qkv = by_dtype("write_qkv")
         self._attend = by_dtype("attend")
         self._decoder_layer = by_dtype("decoder_layer")
@@ -268,9 +306,8 @@ class NativeOps(TorchOps):
         dtype, (num_out, num_in) = weight.dtype, weight.shape
         if dtype not in _SUFFIXES or num_in * weight.itemsize % 4:
             return super().pack_linear(weight, bias)
-        weight, bias = weight.contiguous(), None if bias is None else bias.to(dtype).contiguous()
-        panels = self._arena.empty((-(-num_out // 32) * 32, num_in), dtype)
-        self._pack[dtype](weight.data_ptr(), num_in, num_out, panels.data_ptr())
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        panels = self._panels(weight[None])
         return PackedLinear(
             panels,
             bias,
@@ -281,6 +318,14 @@ class NativeOps(TorchOps):
             panels.data_ptr(),
             None if bias is None else bias.data_ptr(),
         )
+
+    def _panels(self, weights: Tensor) -> Tensor:
+        """Weights [n, out, in] as panels, [n, out in whole panels, in]."""
+        dtype, (num, num_out, num_in) = weights.dtype, weights.shape
+        panels = self._arena.empty((num, -(-num_out // 32) * 32, num_in), dtype)
+        for weight, packed in zip(weights.contiguous(), panels, strict=True):
+            self._pack[dtype](weight.data_ptr(), num_in, num_out, packed.data_ptr())
+        return panels
 
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """x weight^T + bias, summed in float32 in the order of the inputs."""
@@ -364,6 +409,40 @@ class NativeOps(TorchOps):
         """x sigmoid(2 u) is x (1 + tanh u) / 2."""
         call = self._gelu_and_mul.get(x.dtype)
         return super().gelu_and_mul(x) if call is None else _gate(call, x)
+
+    def pack_experts(self, weights: ExpertWeights) -> Any:
+        """Panels of all experts."""
+        w, dtype = weights, weights.down.dtype
+        num, hidden, inner = w.down.shape
+        if dtype not in _SUFFIXES or hidden * dtype.itemsize % 4 or inner * dtype.itemsize % 4:
+            return super().pack_experts(weights)
+        biases = (
+            None if bias is None else bias.to(dtype).contiguous()
+            for bias in (w.gate_up_bias, w.down_bias)
+        )
+        tensors = (self._panels(w.gate_up), self._panels(w.down), *biases)
+        addresses = (None if t is None else t.data_ptr() for t in tensors)
+        struct = Experts(*addresses, num, hidden, inner, GATES.index(w.activation))
+        return PackedExperts(dtype, struct, ctypes.addressof(struct), tensors)
+
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any) -> Tensor:
+        """Three kernels in one call; sums in float32, in the order of a token's experts."""
+        if type(packed) is not PackedExperts:
+            return super().experts(x, topk_ids, topk_weights, packed)
+        dtype = x.dtype
+        x = x.to(packed.dtype).contiguous()
+        ids, weights = topk_ids.int().contiguous(), topk_weights.float().contiguous()
+        out = torch.empty_like(x)
+        self._experts[packed.dtype](
+            x.data_ptr(),
+            x.stride(0),
+            *ids.shape,
+            ids.data_ptr(),
+            weights.data_ptr(),
+            packed.address,
+            out.data_ptr(),
+        )
+        return out.to(dtype)
 
     def write_qkv(
         self,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import AttentionCase, build_attention, make_rope
+from cases import AttentionCase, build_attention, make_rope, moved, random_experts
 
 from stoker.backends import cpu
 from stoker.backends.api import BackendError, LayerCache, LayerWeights
@@ -219,6 +219,26 @@ def as_rows(inputs, row, q_lens):
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation, has_bias", [("silu", False), ("swiglu_clamped", True)])
+def test_experts_give_a_token_the_same_bits_in_any_batch(dtype, activation, has_bias):
+    """72 tokens, some tiles of one expert and none of another."""
+    weights = random_experts(7, 72, 40, activation, has_bias)
+    packed = NATIVE.pack_experts(moved(weights, "cpu", dtype))
+    assert type(packed) is native_ops.PackedExperts
+    x = torch.randn(72, 72, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.stack([torch.tensor([i % 6, 3 if i % 6 != 3 else 0]) for i in range(72)]).int()
+    scales = torch.rand(72, 2, generator=torch.Generator().manual_seed(1))
+    whole = NATIVE.experts(x, ids, scales, packed)
+    for part in (slice(0, 1), slice(9, 60)):
+        assert torch.equal(NATIVE.experts(x[part], ids[part], scales[part], packed), whole[part])
+    x[3] = float("nan")
+    broken = NATIVE.experts(x, ids, scales, packed)
+    assert broken[3].isnan().all()
+    assert torch.equal(broken[4:], whole[4:])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window, softcap", [(None, None), (100, 5.0)])
 def test_attention_gives_the_same_bits_however_a_prompt_is_cut(dtype, window, softcap):
     case = AttentionCase("", [(1, 1300), (150, 900), (60, 60)], 16, 9, 3, 64, window, softcap)
@@ -297,7 +317,11 @@ def test_processors_without_bfloat16_products_get_the_same_results(monkeypatch):
 
 
 def test_structures_have_the_sizes_that_the_kernels_assert():
-    assert f"sizeof(Layer) == {ctypes.sizeof(native_ops.Layer)}" in build.SOURCE.read_text()
-    assert f"sizeof(Batch) == {ctypes.sizeof(native_ops.Batch)}" in build.SOURCE.read_text()
-    size = ctypes.sizeof(native_ops.DecoderLayer)
-    assert f"sizeof(DecoderLayer) == {size}" in build.SOURCE.read_text()
+    source = build.SOURCE.read_text()
+    for structure in (
+        native_ops.Layer,
+        native_ops.Batch,
+        native_ops.DecoderLayer,
+        native_ops.Experts,
+    ):
+        assert f"sizeof({structure.__name__}) == {ctypes.sizeof(structure)}" in source
