@@ -185,22 +185,25 @@ class Snapshots:
     def _next(self, request: Request, end: int) -> int:
         """Where a request of `end` tokens is to be saved next, at the earliest."""
         at = bisect_right(request.stops, end)
-        return min([end + self._interval, *request.stops[at : at + 1]])
+        for stop in request.stops[at : at + 1]:
+            if stop < end + 2 * self._interval:
+                return stop
+        return end + self._interval
 
     def _take(self, request: Request, *, is_passing: bool) -> int | None:
-        """A row to write to: a free one, the tree's least recently used, or the request's own.
+        """A row to write to: a free one, the request's own, or the tree's least recently used.
 
         Of those that are taken in passing all requests together hold no more than half.
         """
         num_held = self.num_rows - len(self._free) - len(self._nodes)
         may_take = not is_passing or 2 * num_held < self.num_rows
-        if may_take and not self._free and self._nodes:
-            row, node = self._nodes.popitem(last=False)
-            node.resume = None
-            self._free.append(row)
-        if not (may_take and self._free) and not self._drop_passing(request):
+        if (may_take and self._free) or self._drop_passing(request):
+            return self._free.pop()
+        if not (may_take and self._nodes):
             return None
-        return self._free.pop()
+        row, node = self._nodes.popitem(last=False)
+        node.resume = None
+        return row
 
     def _drop_passing(self, request: Request) -> bool:
         """Forget a request's newest snapshot if it was taken in passing."""

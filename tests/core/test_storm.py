@@ -1,8 +1,9 @@
 """Everything at once: random events through the core with `check` after each.
 
 Requests of all kinds come and are aborted, wait too long, lack finite logits; steps end in time or
-find no memory; pages travel between the tiers late, out of order, or not at all; under every queue
-policy and every rule of eviction. Each story ends with all answers as they are without any of this.
+find no memory; pages travel between the tiers late, out of order, or not at all, or requests have
+recurrent states whose snapshots come and go; under every queue policy and every rule of eviction.
+Each story ends with all answers as they are without any of this.
 
 STOKER_STORM_EVENTS sets how many events (100000 take a minute or two).
 """
@@ -32,8 +33,8 @@ tiers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tiers)
 
 
-class StormyEngine(tiers.TieredEngine):
-    """A tiered engine whose steps may find no memory, and that keeps a digest of all it does."""
+class Storm:
+    """An engine whose steps may find no memory, and that keeps a digest of all it does."""
 
     def __init__(self, *, queue_policy, num_bad_steps, **kw):
         super().__init__(**kw)
@@ -58,6 +59,7 @@ class StormyEngine(tiers.TieredEngine):
                 self._check()
                 plan = None
             else:
+                self.plans.append(plan)
                 self.results.append(self.device.launch(plan))
         if self.results and (plan is None or not self.overlap or len(self.results) > 1):
             self.take(self.scheduler.commit(self.results.popleft(), self.now))
@@ -73,10 +75,45 @@ class StormyEngine(tiers.TieredEngine):
         super().take(fact for fact in facts if not isinstance(fact, tiers.core.CacheEvent))
 
 
-def engine_of(rng: random.Random) -> StormyEngine:
+class TieredStorm(Storm, tiers.TieredEngine):
+    """With tiers below the device."""
+
+
+class StatefulStorm(Storm, tiers.core.Engine):
+    """With recurrent states, and without tiers."""
+
+    outstanding = ()
+
+    def __init__(self, *, seed, **kw):
+        self.rng, self.num_events = random.Random(seed), 0
+        super().__init__(**kw)
+
+    def obey(self) -> None:
+        """There is nobody to give orders."""
+
+
+def engine_of(rng: random.Random) -> Storm:
     page_size = rng.choice([1, 1, 4, 8, 16])
     pool_tokens = rng.choice([48, 64, 96, 128])
-    return StormyEngine(
+    if rng.random() < 0.4:
+        kind = StatefulStorm
+        below = {
+            "num_snapshots": rng.choice([0, 1, 2, 5, 30]),
+            "save_every": rng.choice([1, 4, 16]),
+            "use_radix": rng.random() < 0.9,
+        }
+    else:
+        kind = TieredStorm
+        below = {
+            "policy": rng.choice(["write-through", "write-through-selective", "write-back"]),
+            "num_slots": rng.choice([2, 16, 200]),
+            "lateness": rng.choice([0.0, 0.3, 0.9]),
+            "failures": rng.choice([0.0, 0.1, 0.5]),
+            "prefetch_s": rng.choice([1.0, 5.0, 50.0]),
+            "max_load_pages": rng.choice([1, 4, 64]),
+            "max_saving": rng.choice([1, 8, 64]),
+        }
+    return kind(
         seed=rng.randrange(10**6),
         overlap=rng.random() < 0.6,
         page_size=page_size,
@@ -91,17 +128,11 @@ def engine_of(rng: random.Random) -> StormyEngine:
         queue_timeout_s=rng.choice([None, None, 4.0, 20.0]),
         tells_cache=rng.random() < 0.3,
         num_bad_steps=rng.choice([0, 0, 3, 50]),
-        policy=rng.choice(["write-through", "write-through-selective", "write-back"]),
-        num_slots=rng.choice([2, 16, 200]),
-        lateness=rng.choice([0.0, 0.3, 0.9]),
-        failures=rng.choice([0.0, 0.1, 0.5]),
-        prefetch_s=rng.choice([1.0, 5.0, 50.0]),
-        max_load_pages=rng.choice([1, 4, 64]),
-        max_saving=rng.choice([1, 8, 64]),
+        **below,
     )
 
 
-def story(seed: int, num_events: int = EVENTS_PER_STORY) -> StormyEngine:
+def story(seed: int, num_events: int = EVENTS_PER_STORY) -> Storm:
     """Random events until there were so many, then until all is served."""
     rng = random.Random(seed)
     engine = engine_of(rng)
@@ -158,7 +189,7 @@ def test_storm():
     began = time.monotonic()
     num_events = seed = 0
     names = ("retractions", "preemptions", "evicted_pages", "undone_steps", "cached_tokens")
-    totals = dict.fromkeys(names, 0)
+    totals = dict.fromkeys((*names, "restores", "saves"), 0)
     reasons: set[str] = set()
     while num_events < EVENTS:
         engine = story(seed)
@@ -166,6 +197,9 @@ def test_storm():
         stats = engine.scheduler.stats()
         for name in names:
             totals[name] += getattr(stats, name)
+        for plan in engine.plans:
+            totals["restores"] += plan.state_restores.shape[1]
+            totals["saves"] += plan.state_saves.shape[1]
         reasons |= {" ".join(str(reason).split()[:4]) for reason in engine.reasons.values()}
         seed += 1
     print(f"\n{num_events} events in {seed} stories, {time.monotonic() - began:.1f} s: {totals}")
