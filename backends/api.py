@@ -118,6 +118,8 @@ class AttentionSpec:
         window: a token sees itself and the window - 1 tokens before it; None sees all.
         softcap: logits become softcap * tanh(logits / softcap); None leaves them.
         sinks: [num_heads] a learned logit per head that joins the softmax's denominator.
+        k_scale, v_scale: what values stored in an fp8 cache are multiplied by; they are divided
+            by it when written.
     """
 
     num_heads: int
@@ -127,6 +129,8 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ def attend(
     spec: AttentionSpec,
     *,
     lse: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     decode_tile: Tile | None = None,
     extend_tile: Tile | None = None,
     splits: int | None = None,
@@ -33,7 +31,6 @@ def attend(
         q: [num_tokens, num_heads, head_dim]; the last dimension is dense.
         lse: float32 [num_tokens, num_heads], filled with each query's log-sum-exp (natural,
             without the sink) where given, for merging.
-        k_scale, v_scale: what stored values of an fp8 cache are multiplied by.
         decode_tile, extend_tile, splits: to use instead of the tables' (for tuning).
 
     Returns:
@@ -43,9 +40,7 @@ def attend(
     out = torch.empty(q.shape[0], spec.num_heads * spec.head_dim, dtype=q.dtype, device=q.device)
     num_decode = meta.num_decode_rows if meta.tree_mask is None else 0
     if num_decode:
-        decode_rows(q, out, lse, meta, cache, spec, k_scale, v_scale, decode_tile)
+        decode_rows(q, out, lse, meta, cache, spec, decode_tile)
     if meta.num_rows > num_decode:
-        extend_rows(
-            q, out, lse, meta, cache, spec, k_scale, v_scale, num_decode, extend_tile, splits
-        )
+        extend_rows(q, out, lse, meta, cache, spec, num_decode, extend_tile, splits)
     return out

@@ -26,6 +26,7 @@ from .flash import (
     cache_strides,
     finish,
     fit,
+    for_keys,
     merge,
     merge_block,
     store_partial,
@@ -184,6 +185,7 @@ def _decode(
         mask=live[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )
+    q = for_keys(q, k_ptr.dtype.element_ty)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -290,8 +292,6 @@ def decode_rows(
     meta: BatchMeta,
     cache: LayerCache,
     spec: AttentionSpec,
-    k_scale: float,
-    v_scale: float,
     tile: Tile | None,
 ) -> None:
     """Attention of the first num_decode_rows rows; see `attention.attend`."""
@@ -307,7 +307,7 @@ def decode_rows(
     if shared is not None:
         attend_shared(
             q, meta, cache, spec, shared, plan.partial, plan.partial_lse, capacity,
-            plan.num_shared_splits, k_scale, arch,
+            plan.num_shared_splits, arch,
         )  # fmt: skip
     _decode[(spec.num_kv_heads, capacity)](
         q,
@@ -324,9 +324,9 @@ def decode_rows(
         meta.block_table,
         capacity,
         plan.num_shared_splits,
-        spec.scale * k_scale,
+        spec.scale * spec.k_scale,
         spec.softcap or 0.0,
-        v_scale,
+        spec.v_scale,
         *q.stride()[:2],
         *cache_strides(cache),
         meta.block_table.stride(0),

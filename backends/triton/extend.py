@@ -31,6 +31,7 @@ from .flash import (
     cache_strides,
     finish,
     fit,
+    for_keys,
     merge,
     merge_block,
     store_partial,
@@ -223,6 +224,7 @@ def _extend(
     column = 0
     first_key = 0
     if SOURCE == POINTERS:
+        q = for_keys(q, k.dtype.element_ty)
         k += kv_head * stride_kh
         v += kv_head * stride_vh
     else:
@@ -392,7 +394,7 @@ def _descriptor(x: Tensor, block_keys: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [block_keys, x.shape[-1]])
 
 
-def _tree_indptr(meta: BatchMeta) -> Tensor:
+def tree_indptr(meta: BatchMeta) -> Tensor:
     """Where each row's part of the tree mask begins, once a step."""
     plans = meta.plans.setdefault(PLAN_KEY, {})
     if "tree_indptr" not in plans:
@@ -408,8 +410,6 @@ def extend_rows(
     meta: BatchMeta,
     cache: LayerCache,
     spec: AttentionSpec,
-    k_scale: float,
-    v_scale: float,
     first_row: int,
     tile: Tile | None,
     splits: int | None,
@@ -474,14 +474,14 @@ def extend_rows(
         meta.block_table,
         dense.starts if dense is not None else meta.kv_lens,
         tree.view(torch.uint8) if tree is not None else out,
-        _tree_indptr(meta) if tree is not None else meta.kv_lens,
+        tree_indptr(meta) if tree is not None else meta.kv_lens,
         first_row,
         meta.num_rows,
         splits,
         num_tokens,
-        spec.scale * k_scale,
+        spec.scale * spec.k_scale,
         spec.softcap or 0.0,
-        v_scale,
+        spec.v_scale,
         *q.stride()[:2],
         *cache_strides(cache),
         meta.block_table.stride(0),
@@ -512,7 +512,7 @@ def extend_rows(
             spec.sinks if spec.sinks is not None else out,
             first_row,
             splits,
-            v_scale,
+            spec.v_scale,
             NUM_KV_HEADS=spec.num_kv_heads,
             GROUP=group,
             HEAD_DIM=spec.head_dim,

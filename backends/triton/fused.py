@@ -260,15 +260,11 @@ def write_qkv(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v to meta.out_slots; all in one pass over qkv.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place.
-        k_scale, v_scale: what k and v are divided by on their way into an fp8 cache.
 
     Returns:
         q [num_tokens, num_heads, head_dim], a view of qkv.
@@ -292,8 +288,8 @@ def write_qkv(
         q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv,
         eps,
-        k_scale,
-        v_scale,
+        spec.k_scale,
+        spec.v_scale,
         qkv.stride(0),
         *cache.k.stride()[:3],
         *cache.v.stride()[:3],

@@ -17,6 +17,7 @@ from .flash import (
     block_dim,
     cache_strides,
     fit,
+    for_keys,
     store_partial,
 )
 
@@ -115,6 +116,7 @@ def _shared_prefix(
         mask=live[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )
+    q = for_keys(q, k_ptr.dtype.element_ty)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -141,7 +143,6 @@ def attend_shared(
     partial_lse: Tensor,
     first_partial: int,
     num_splits: int,
-    k_scale: float,
     arch: Arch,
 ) -> None:
     """Partial results of the shared prefixes, for `_decode` to merge."""
@@ -161,7 +162,7 @@ def attend_shared(
         meta.block_table,
         first_partial,
         num_splits,
-        spec.scale * k_scale,
+        spec.scale * spec.k_scale,
         spec.softcap or 0.0,
         *q.stride()[:2],
         *cache_strides(cache),

@@ -1,6 +1,7 @@
 """What the contract does not reach: run by `test_triton_interpreted.py`, with the interpreter."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,17 +169,13 @@ def test_fp8_cache(kind):
     oracle = oracle_inputs(inputs)
     seen = LayerCache(*(p.double() * s for p, s in zip(pools, (k_scale, v_scale), strict=True)))
     want = ORACLE.attend(oracle.q, oracle.meta, seen, oracle.spec)
-    got = attention.attend(
-        inputs.q, inputs.meta, cache, inputs.spec, k_scale=k_scale, v_scale=v_scale
-    )
+    spec = replace(inputs.spec, k_scale=k_scale, v_scale=v_scale)
+    got = attention.attend(inputs.q, inputs.meta, cache, spec)
     real = inputs.real_tokens
     torch.testing.assert_close(got.double()[real], want[real], rtol=2e-2, atol=2e-2)
 
     written = LayerCache(*(torch.zeros_like(p) for p in pools))
-    fused.write_qkv(
-        inputs.qkv.clone(), inputs.meta, written, inputs.spec, None, None, None, 1e-6,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    fused.write_qkv(inputs.qkv.clone(), inputs.meta, written, spec, None, None, None, 1e-6)
     new = inputs.meta.out_slots >= 0
     width = inputs.spec.head_dim * inputs.spec.num_kv_heads
     for pool, scale, column in ((written.k, k_scale, -2 * width), (written.v, v_scale, -width)):
