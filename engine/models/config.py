@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...backends.api import RouterSpec
 from ..api.errors import StartError
+
+if TYPE_CHECKING:
+    from .quantization.config import QuantConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors"]
 
@@ -98,10 +101,14 @@ class MoEConfig:
     shared: SharedExpert | None = None
 
     def __post_init__(self) -> None:
-        if self.router.top_k > self.num_experts:
+        router, num = self.router, self.num_experts
+        if num % router.num_groups or router.top_groups > router.num_groups:
             raise StartError(
-                f"model config: {self.router.top_k} experts a token of {self.num_experts}"
+                f"model config: {router.top_groups} of {router.num_groups} groups of {num} experts"
             )
+        eligible = num // router.num_groups * router.top_groups
+        if router.top_k > eligible:
+            raise StartError(f"model config: {router.top_k} experts a token of {eligible}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,7 @@ class ModelConfig:
         latent: latent attention in place of grouped queries; then head_dim is that of a query, and
             `rope` is of its part that rotates.
         unread: prefixes of tensors that are left unread: layers that predict further tokens.
+        quantization: how linears are kept; None where all are floats.
     """
 
     family: str
@@ -209,6 +217,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     unread: tuple[str, ...] = ()
+    quantization: QuantConfig | None = None
 
     @property
     def longest_context(self) -> int:
@@ -315,9 +324,6 @@ def common(family: Family, architecture: str, hf: Fields) -> ModelConfig:
     Raises:
         StartError: a field is missing, has another type, or asks for what no block does.
     """
-    if hf.get("quantization_config"):
-        method = hf.table("quantization_config").get("quant_method", "unknown")
-        raise StartError(f"model config: quantization {method!r} is not supported; use GGUF")
     num_heads, hidden_size = hf.integer("num_attention_heads"), hf.integer("hidden_size")
     num_kv_heads = hf.integer("num_key_value_heads", num_heads)
     head_dim = hf.integer("head_dim", max(hidden_size // num_heads, 1))
