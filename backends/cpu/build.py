@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp with the system's compiler at first use, and loads it.
+"""Compiles kernels.cpp and its headers with the system's compiler at first use, and loads it.
 
 The library is kept under STOKER_CACHE (or the user's cache folder), named by a hash of all that
 went into it, so that a changed source, compiler, flag or processor makes a new one.
@@ -43,7 +43,8 @@ def load(cpu: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     compiler = _compiler()
     openmp = _loaded_openmp()
     version = _run([*compiler, "--version"])
-    parts = (SOURCE.read_text(), *compiler, version, *FLAGS, *extra_flags, *openmp, cpu)
+    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    parts = (*sources, *compiler, version, *FLAGS, *extra_flags, *openmp, cpu)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_folder() / f"cpu-kernels-{name}.so"
     if not path.exists():

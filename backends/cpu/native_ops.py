@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from ctypes import c_bool, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..api import BackendError, LayerCache
-from . import build
+from . import build, gguf
+from .gguf import PackedGGUF
 from .memory import Arena
 from .torch_ops import TorchOps
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         DeviceRuntime,
         ExpertWeights,
         LayerWeights,
+        QuantizedWeight,
         Rope,
         SamplingRows,
     )
@@ -43,6 +46,19 @@ _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _ARGUMENTS = {
     "pack": [c_void_p, c_int64, c_int64, c_void_p],
     "linear": [c_void_p, c_int64, c_int64, *[c_void_p] * 2, c_int64, c_int64, c_void_p, c_int32],
+    "gguf_linear": [
+        c_void_p,
+        *[c_int64] * 2,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        *[c_int64] * 2,
+        c_void_p,
+        c_int32,
+    ],
+    "gguf_rows": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+    "gguf_pack": [c_void_p, c_int64, c_int64, c_int32, c_void_p],
+    "gguf_panel_bytes": [c_int32, c_int64],
     "rms_norm": [
         c_void_p,
         c_int64,
@@ -98,6 +114,7 @@ class Linear(ctypes.Structure):
         ("bias", c_void_p),
         ("num_in", c_int64),
         ("num_out", c_int64),
+        ("num_parts", c_int64),
     )
 
 
@@ -224,30 +241,31 @@ class AttentionLayer:
 class Block:
     """LayerWeights as the kernels read them.
 
+    Args:
+        dtype: of the cache and the activations.
+
     Attributes:
-        dtype: of everything; None where the kernels do not serve these weights.
+        dtype: the same; None where the kernels do not serve these weights in it.
     """
 
     __slots__ = ("_weights", "address", "attention", "dtype", "hidden", "struct")
 
-    def __init__(self, weights: LayerWeights) -> None:
+    def __init__(self, weights: LayerWeights, dtype: torch.dtype) -> None:
         linears = (weights.qkv, weights.out, weights.gate_up, weights.down)
         self._weights = weights  # so that its id and the addresses stay theirs
         self.attention = attention = AttentionLayer(weights.spec)
         self.dtype: torch.dtype | None = None
-        if any(type(packed) is not PackedLinear for packed in linears):
+        structs = [_linear_struct(packed, dtype) for packed in linears]
+        if any(struct is None for struct in structs):
             return
-        dtype, self.hidden = weights.qkv.dtype, weights.qkv.num_in
+        self.hidden = weights.qkv.num_in
         norms = [weights.input_norm, weights.mlp_norm, weights.q_norm, weights.k_norm]
         norms += [weights.attention_out_norm, weights.mlp_out_norm]
         if any(n is not None and n.dtype not in (dtype, torch.float32) for n in norms):
             return
         self.dtype = dtype
         self.struct = struct = DecoderLayer(
-            **{
-                name: Linear(p.weight_ptr, p.bias_ptr, p.num_in, p.num_out)
-                for name, p in zip(("qkv", "out", "gate_up", "down"), linears, strict=True)
-            },
+            **dict(zip(("qkv", "out", "gate_up", "down"), structs, strict=True)),
             attention=attention.address,
             eps=weights.eps,
             is_gelu=weights.activation != "silu",
@@ -263,6 +281,7 @@ class NativeOps(TorchOps):
 
     name = "native"
     kv_layout = "chunks of 16 tokens"
+    gguf_types = frozenset(gguf.TYPES)
 
     def __init__(self) -> None:
         self._arena = Arena()
@@ -292,6 +311,11 @@ class NativeOps(TorchOps):
 
         self._pack = by_dtype("pack")
         self._linear = by_dtype("linear")
+        self._gguf_linear = by_dtype("gguf_linear")
+        self._gguf_rows = by_dtype("gguf_rows")
+        self._gguf_pack = function("gguf_pack", _ARGUMENTS["gguf_pack"])
+        self._gguf_panel_bytes = function("gguf_panel_bytes", _ARGUMENTS["gguf_panel_bytes"])
+        self._gguf_panel_bytes.restype = c_int64
         self._rms_norm = by_dtype("rms_norm")
         self._silu_and_mul = by_dtype("silu_and_mul")
         self._gelu_and_mul = by_dtype("gelu_and_mul")
@@ -328,7 +352,12 @@ class NativeOps(TorchOps):
         return panels
 
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x weight^T + bias, summed in float32 in the order of the inputs."""
+        """x weight^T + bias, summed in float32 in the order of the inputs.
+
+        For a GGUF weight x is rounded, 32 inputs at a time, to 8 bits times a scale (see gguf.h).
+        """
+        if type(packed) is PackedGGUF:
+            return self.quantized_linear(x, packed, out_dtype)
         if type(packed) is not PackedLinear:
             return super().linear(x, packed, out_dtype)
         x_stride, inner = x.stride()
@@ -350,6 +379,61 @@ class NativeOps(TorchOps):
             as_f32,
         )
         return out if out_dtype is None or as_f32 else out.to(out_dtype)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+        """Panels of raw rows of GGUF files; other kinds as plain torch has them."""
+        if weight.kind != "gguf":
+            return super().pack_quantized(weight, bias)
+        return self.pack_quantized_rows([weight], bias)
+
+    def pack_quantized_rows(self, weights: Sequence[QuantizedWeight], bias: Tensor | None) -> Any:
+        """Weights of different types in one call."""
+        panels = []
+        for weight in weights:
+            if weight.kind != "gguf" or weight.gguf_type not in self.gguf_types:
+                raise BackendError(f"no kernel multiplies {weight.kind} {weight.gguf_type}")
+            (num_out, num_in), raw = weight.shape, weight.codes.contiguous()
+            number = gguf.TYPES.index(weight.gguf_type)
+            size = self._gguf_panel_bytes(number, num_in)
+            panels.append(self._arena.empty((-(-num_out // gguf.ROWS), size), torch.uint8).zero_())
+            self._gguf_pack(raw.data_ptr(), num_in, num_out, number, panels[-1].data_ptr())
+        types, sizes = [w.gguf_type for w in weights], [w.shape[0] for w in weights]
+        return PackedGGUF(panels, types, sizes, num_in, bias)
+
+    def quantized_linear(
+        self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `linear`."""
+        if type(packed) is not PackedGGUF:
+            return super().quantized_linear(x, packed, out_dtype)
+        dtype = x.dtype
+        if dtype not in _SUFFIXES or x.stride(1) != 1:
+            x = x.to(dtype if dtype in _SUFFIXES else torch.float32).contiguous()
+        num_tokens, as_f32 = x.shape[0], out_dtype is torch.float32
+        out = torch.empty((num_tokens, packed.num_out), dtype=out_dtype if as_f32 else x.dtype)
+        self._gguf_linear[x.dtype](
+            x.data_ptr(),
+            x.stride(0),
+            num_tokens,
+            packed.address,
+            len(packed.panels),
+            packed.bias_ptr(x.dtype),
+            packed.num_in,
+            packed.num_out,
+            out.data_ptr(),
+            as_f32,
+        )
+        return out.to(dtype if out_dtype is None else out_dtype)
+
+    def quantized_rows(self, packed: Any, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Out of the panels that the head multiplies, where an embedding shares them."""
+        known = dtype if dtype in _SUFFIXES else torch.float32
+        out = torch.empty((len(rows), packed.num_in), dtype=known)
+        rows = rows.contiguous()
+        self._gguf_rows[known](
+            packed.address, packed.num_in, rows.data_ptr(), len(rows), out.data_ptr()
+        )
+        return out.to(dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One pass for the sum of squares, one for the result."""
@@ -516,7 +600,7 @@ class NativeOps(TorchOps):
         """The ops above in one call, with the same bits."""
         block = self._blocks.get(id(weights))
         if block is None:
-            block = self._blocks[id(weights)] = Block(weights)
+            block = self._blocks[id(weights)] = Block(weights, cache.k.dtype)
         attention = block.attention
         if attention.k is not cache.k:
             attention.see(cache)
@@ -627,6 +711,16 @@ def _batch(meta: BatchMeta) -> Batch:
         meta.block_table.data_ptr(),
         None if meta.tree_mask is None else meta.tree_mask.data_ptr(),
     )
+
+
+def _linear_struct(packed: Any, dtype: torch.dtype) -> Linear | None:
+    """A packed weight as the kernels read it; None where they do not serve it in this type."""
+    if type(packed) is PackedGGUF:
+        num_parts, sizes = len(packed.panels), (packed.num_in, packed.num_out)
+        return Linear(packed.address, packed.bias_ptr(dtype), *sizes, num_parts)
+    if type(packed) is PackedLinear and packed.dtype is dtype:
+        return Linear(packed.weight_ptr, packed.bias_ptr, packed.num_in, packed.num_out, 0)
+    return None
 
 
 def _gate(call: Any, x: Tensor) -> Tensor:
