@@ -100,6 +100,7 @@ def attention_cases() -> list[AttentionCase]:
         AttentionCase("softcap", rows, softcap=3.0),
         AttentionCase("sinks", rows, has_sinks=True),
         AttentionCase("window1", rows, window=1),
+        AttentionCase("gpt-oss", [(1, 300), (1, 129), (20, 300)], 16, 8, 1, 64, 128, None, True),
         AttentionCase("long", [(1, 1500), (1, 700), (130, 900)], 16, 9, 3),
         AttentionCase("long-window", [(1, 1500), (130, 900)], 16, 9, 3, window=100),
         AttentionCase("page64", [(1, 200), (70, 130)], 64, 8, 2, 128),
