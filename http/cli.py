@@ -1,4 +1,4 @@
-"""The `stoker` command: serve, chat, generate, bench, simulate, warm, backends, models, version.
+"""The `stoker` command: serve, chat, generate, bench, simulate, warm, backends, models, ...
 
 Nothing heavy is imported before a command needs it. Errors are one line on stderr; the exit code is
 2 where the command is wrong, 70 where the engine failed.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import compile_ahead
 from ..engine.api.config import EngineConfig
-from ..engine.api.errors import EngineError, StokerError
+from ..engine.api.errors import EngineError, StartError, StokerError
 from .logs import set_up_logging
 from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
 
@@ -99,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
 
     settings(command("warm", _warm, "Compile what serving a model needs, so that starts do not."))
     command("backends", _backends, "What each backend would use on this machine, and why not.")
+    text = "Check every op on this machine's device against float64; prints a report to send back."
+    check = command("check-backend", _check_backend, text)
+    check.add_argument(
+        "--backend", default="auto", help="hardware; auto takes the first that works"
+    )
+    check.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    text = "only this provider (repeatable)"
+    check.add_argument("--provider", action="append", default=[], help=text)
+    text = "only checks whose names contain this, as bfloat16"
+    check.add_argument("--case", default="", help=text)
+    text = "file for the report (default: %(default)s)"
+    check.add_argument("--report", default="backend-report.json", help=text)
     command("models", _models, "The families of models that can be run, and what was tested.")
     command("version", _version, "Print the version.")
     return parser
@@ -229,6 +241,39 @@ def _backends(_: argparse.Namespace) -> None:
     for name, table in tables.items():
         console.print(name, highlight=False, soft_wrap=True)
         console.print(table)
+
+
+def _check_backend(arguments: argparse.Namespace) -> int:
+    """0 where all is right, 1 where an op is wrong."""
+    import json
+    from pathlib import Path
+
+    from ..backends.api import BackendError
+    from ..backends.contract.report import check_backend
+
+    report = None
+    flags = (arguments.backend, arguments.op, arguments.provider, arguments.case)
+    try:
+        for report in check_backend(*flags):
+            if not report.ops:
+                print("op                provider       used  passed  error  seconds")
+                continue
+            row = report.ops[-1]
+            counts = f"{row.passed}/{row.passed + len(row.failed)}"
+            used = "yes" if row.is_chosen else ""
+            print(f"{row.op:17} {row.provider:14} {used:4} {counts:>7} {row.worst_error:6.2f}"
+                  f" {row.seconds:8.2f}", flush=True)  # fmt: skip
+            for line in row.failed:
+                print(f"    {line}", flush=True)
+    except BackendError as error:
+        raise StartError(str(error)) from None
+    assert report is not None
+    for name, reason in report.skipped.items():
+        print(f"not checked: {name}: {reason}")
+    print(f"{report.backend} on {report.device}: {'all right' if report.is_good else 'FAILED'}"
+          f" (an error of 1 is what is allowed); the report is in {arguments.report}")  # fmt: skip
+    Path(arguments.report).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    return 0 if report.is_good else 1
 
 
 def _models(_: argparse.Namespace) -> None:

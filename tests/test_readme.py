@@ -60,7 +60,7 @@ def test_stoker_models_prints_the_table(capsys, monkeypatch):
 
 def test_the_commands_exist():
     text = README.read_text()
-    commands = set(re.findall(r"^    stoker (\w+)", text, re.MULTILINE))
+    commands = set(re.findall(r"^    stoker ([\w-]+)", text, re.MULTILINE))
     parser = _parser()
     known = next(a.choices for a in parser._actions if a.choices)
     assert commands == set(known)

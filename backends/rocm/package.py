@@ -20,6 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 DISTRIBUTION = "amd-aiter"
 MARK = "ops/mha.py"  # a file that the other `aiter` does not have
 
@@ -46,16 +48,29 @@ class Function:
         for module in self.modules:
             try:
                 return getattr(importlib.import_module(module), self.name)
-            except (ModuleNotFoundError, AttributeError):
+            except AttributeError:
                 continue
-        raise ImportError(f"aiter has no {self.name}")
+            except ModuleNotFoundError as error:
+                if error.name is None or not module.startswith(error.name):
+                    raise
+        raise ImportError(f"it has no {self.name}")
 
     def reason_against(self) -> str | None:
         """Why calls of it would fail, or None."""
         try:
-            inspect.signature(self.function).bind(**dict.fromkeys(self.keywords))
-        except (ImportError, TypeError) as error:
-            return f"{self.name} of aiter {version()} is not the one that is known: {error}"
+            known = inspect.signature(self.function).parameters
+            if any(p.kind is p.VAR_KEYWORD for p in known.values()):  # torch has its schema
+                op = getattr(torch.ops.aiter, self.name).default
+                required = {a.name for a in op._schema.arguments if not a.has_default_value()}
+                names = {a.name for a in op._schema.arguments}
+            else:
+                required = {n for n, p in known.items() if p.default is p.empty}
+                names = set(known)
+        except (ImportError, AttributeError) as error:
+            return f"aiter {version()} is not one that is known: {error}"
+        wrong = sorted((set(self.keywords) - names) | (required - set(self.keywords)))
+        if wrong:
+            return f"aiter {version()} is not one that is known: {self.name} and {wrong[0]}"
         return None
 
 

@@ -30,7 +30,7 @@ TARGETS = {
 }
 
 
-class _NoDevice:
+class NoDevice:
     """What `JITFunction.run` asks of a driver when it only compiles."""
 
     def __init__(self, target: GPUTarget):
@@ -84,7 +84,7 @@ def compile_only(
             seen(function, kernel, args)
         return kernel
 
-    driver.set_active(_NoDevice(target))
+    driver.set_active(NoDevice(target))
     current_arch.cache_clear()
     jit.JITFunction.run = run
     try:

@@ -50,7 +50,7 @@ def reported() -> set[Proof]:
         report = json.loads(path.read_text())
         for row in report["ops"]:
             if row["failed"] == [] and row["passed"] > 0:
-                proofs.add((report["backend"], row["op"], row["provider"], "ran"))
+                proofs |= {(report["backend"], op, row["provider"], "ran") for op in row["ops"]}
     return proofs
 
 
