@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..api import DenseRows, DeviceRuntime, LayerCache, MLASpec, Provider, Rope, RouterSpec
 from ..reference import uniform
+from . import delta_net as delta_net_cases
 from .cases import (
     ORACLE,
     TOLERANCE,
@@ -331,6 +332,28 @@ def mla_attend(t: Target, dtype: torch.dtype, case: AttentionCase, rope_dim: int
     return compare(got.cpu()[real], want[real], dtype)
 
 
+def delta_net(t: Target, dtype: torch.dtype, case: delta_net_cases.DeltaNetCase) -> float:
+    """Outputs and states; those of other requests stay as they are."""
+    inputs = delta_net_cases.build_delta_net(case, dtype, t.device)
+    oracle = delta_net_cases.in_float64(inputs)
+    want = ORACLE.delta_net(oracle.qkvz, oracle.ba, oracle.meta, oracle.state, oracle.spec)
+    before = [x.clone() for x in (inputs.qkvz, inputs.ba)]
+    got = t.op("delta_net")(inputs.qkvz, inputs.ba, inputs.meta, inputs.state, inputs.spec)
+    same(inputs.qkvz, before[0], "qkvz")
+    same(inputs.ba, before[1], "ba")
+    # The convolution's state is copies of inputs; slot 0 is nobody's.
+    same(inputs.state.conv[1:], oracle.state.conv[1:].to(dtype), "the convolution's state")
+    others = torch.ones(len(inputs.state.conv), dtype=torch.bool)
+    others[inputs.meta.slots.cpu().long()] = others[0] = False
+    recurrent = inputs.state.recurrent.cpu()
+    same(recurrent[others], oracle.state.recurrent.float().cpu()[others], "another's state")
+    real = inputs.real_tokens
+    return max(
+        compare(got.cpu()[real], want.cpu()[real], dtype, scale=2),
+        compare(recurrent[1:].to(dtype), oracle.state.recurrent.cpu()[1:], dtype),
+    )
+
+
 def mla_attend_dense(
     t: Target, dtype: torch.dtype, dims: tuple[int, int, int], rows: Sequence[tuple[int, int, int]]
 ) -> float:
@@ -615,6 +638,12 @@ def _attention_checks() -> Iterator[Check]:
         yield Check(("attend",), f"{attention.name}-{_named(dtype)}", run)
 
 
+def _delta_net_checks() -> Iterator[Check]:
+    for case, dtype in product(delta_net_cases.CASES, TOLERANCE):
+        run = partial(delta_net, dtype=dtype, case=case)
+        yield Check(("delta_net",), f"{case.name}-{_named(dtype)}", run)
+
+
 def _latent_checks() -> Iterator[Check]:
     for rank, interleaved, dtype in product((64, 40), (True, False), TOLERANCE):
         run = partial(mla_write, dtype=dtype, rank=rank, interleaved=interleaved)
@@ -652,6 +681,7 @@ MAKERS = (
     _elementwise_checks,
     _attention_checks,
     _latent_checks,
+    _delta_net_checks,
     _sampling_checks,
     _expert_checks,
 )

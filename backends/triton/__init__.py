@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("triton") is not None:
     import triton
 
-    from . import attention, fused, moe, page_copies, sampling, warm
+    from . import attention, delta_net, fused, moe, page_copies, sampling, warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from ..api import (
         AttentionSpec,
         BatchMeta,
+        DeltaNetSpec,
         DeviceRuntime,
         ExpertWeights,
         LayerCache,
+        LayerState,
         Rope,
         RouterSpec,
         SamplingRows,
@@ -79,6 +81,12 @@ class TritonOps:
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """See `attention.attend`."""
         return attention.attend(q, meta, cache, spec)
+
+    def delta_net(
+        self, qkvz: Tensor, ba: Tensor, meta: BatchMeta, state: LayerState, spec: DeltaNetSpec
+    ) -> Tensor:
+        """See `delta_net.delta_net`."""
+        return delta_net.delta_net(qkvz, ba, meta, state, spec)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `fused.silu_and_mul`."""
