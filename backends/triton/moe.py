@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..api import ExpertWeights, RouterSpec
 from .arch import current_arch
+from .fused import rms_norm
 
 TABLE = Path(__file__).with_name("moe_tiles.json")
 HAS_DESCRIPTORS = ("sm_90", "sm_100", "interpreter")
@@ -271,20 +272,26 @@ def _pair_gate_up(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    norm_ptr,
     ids_ptr,
     out_ptr,
     num_out,
     num_in,
     stride_x,
+    eps,
     TOP_K: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """BLOCK_OUT rows of gate and up for one pair; out is [num_pairs, inner]."""
+    """BLOCK_OUT rows of gate and up for one pair; out is [num_pairs, inner].
+
+    With a norm of x, its scale of a row is one factor, which is applied to the result.
+    """
     pair = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_OUT
     n = first + tl.arange(0, BLOCK_OUT)
@@ -293,15 +300,24 @@ def _pair_gate_up(
     rows = expert * num_out + tl.minimum(n, num_out - 1)
     x_ptr += (pair // TOP_K).to(tl.int64) * stride_x
     acc = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    squares = tl.zeros([BLOCK_IN], tl.float32)
     for start in tl.range(0, num_in, BLOCK_IN, num_stages=STAGES):
         w = _load_weights(weight_ptr, 0, rows, start, k, num_in, False, EVEN)
         column = start + k
         if EVEN:
-            x = tl.load(x_ptr + column)
+            x = tl.load(x_ptr + column).to(tl.float32)
         else:
-            x = tl.load(x_ptr + column, mask=column < num_in, other=0.0)
-        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+            x = tl.load(x_ptr + column, mask=column < num_in, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            if EVEN:
+                x *= tl.load(norm_ptr + column).to(tl.float32)
+            else:
+                x *= tl.load(norm_ptr + column, mask=column < num_in, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
+    if HAS_NORM:
+        y *= tl.rsqrt(tl.sum(squares, 0) / num_in + eps)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)
     y = tl.reshape(_activate(y, 1, BLOCK_OUT // 2, ACTIVATION), [BLOCK_OUT // 2])
@@ -325,11 +341,12 @@ def _pair_down(
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """BLOCK_OUT outputs of one token: one loop over its experts' inner dimensions.
 
-    x is [num_tokens * TOP_K, num_in].
+    x is [num_tokens * TOP_K, num_in]. The result is added to what is there where ADD.
     """
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -359,7 +376,10 @@ def _pair_down(
         bias_ptrs = bias_ptr + ids.to(tl.int64)[:, None] * num_out + row[None, :]
         bias = tl.load(bias_ptrs, mask=(j < TOP_K)[:, None], other=0.0)
         y += tl.sum(bias.to(tl.float32) * scales[:, None], 0)
-    tl.store(out_ptr + token * num_out + n, y.to(out_ptr.dtype.element_ty), mask=n < num_out)
+    out_ptrs = out_ptr + token * num_out + n
+    if ADD:
+        y += tl.load(out_ptrs, mask=n < num_out, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=n < num_out)
 
 
 # ---------------------------------------------------------------------------------- many pairs
@@ -522,7 +542,9 @@ def _grouped(
 
 
 @triton.jit
-def _sum_parts(parts_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts(
+    parts_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < size
@@ -530,6 +552,8 @@ def _sum_parts(parts_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexp
     for rank in tl.static_range(TOP_K):
         part = tl.load(parts_ptr + (token * TOP_K + rank) * size + c, mask=live, other=0.0)
         total += part.to(tl.float32)
+    if ADD:
+        total += tl.load(out_ptr + token * size + c, mask=live, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * size + c, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -565,39 +589,80 @@ def experts(
     Args:
         tiles: instead of those of `choose_tiles`.
     """
-    num_tokens, top_k = topk_ids.shape
-    num_experts, hidden, inner = packed.down.shape
     assert x.stride(1) == 1 and topk_ids.is_contiguous() and topk_weights.is_contiguous()
-    if num_tokens == 0:
-        return torch.empty_like(x)
+    out = x.new_empty(len(x), packed.down.shape[1])
+    if len(x) == 0:
+        return out
     if tiles is None:
-        shape = (num_experts, inner, hidden)
-        tiles = choose_tiles(num_tokens * top_k, top_k, *shape, packed.down.dtype)
-    run = _one_by_one if tiles.gate_up.rows == 1 else _sorted
-    return run(x, topk_ids, topk_weights, packed, tiles)
+        tiles = _tiles_for(topk_ids, packed)
+    if tiles.gate_up.rows == 1:
+        _one_by_one(x, topk_ids, topk_weights, packed, tiles, out)
+    else:
+        _sorted(x, topk_ids, topk_weights, packed, tiles, out)
+    return out
 
 
-def _one_by_one(x: Tensor, ids: Tensor, scales: Tensor, packed: PackedExperts, t: Tiles) -> Tensor:
+def norm_experts_add(
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    packed: PackedExperts,
+) -> None:
+    """residual += experts(rms_norm(residual)), in place, [num_tokens, hidden]."""
+    assert residual.is_contiguous()
+    if len(residual) == 0:
+        return
+    tiles = _tiles_for(topk_ids, packed)
+    if tiles.gate_up.rows == 1:
+        norm = norm_weight, eps
+        _one_by_one(residual, topk_ids, topk_weights, packed, tiles, residual, norm, add=True)
+    else:
+        x = rms_norm(residual, norm_weight, eps)
+        _sorted(x, topk_ids, topk_weights, packed, tiles, residual, add=True)
+
+
+def _tiles_for(ids: Tensor, packed: PackedExperts) -> Tiles:
+    num_experts, hidden, inner = packed.down.shape
+    shape = (num_experts, inner, hidden)
+    return choose_tiles(ids.numel(), ids.shape[1], *shape, packed.down.dtype)
+
+
+def _one_by_one(
+    x: Tensor,
+    ids: Tensor,
+    scales: Tensor,
+    packed: PackedExperts,
+    t: Tiles,
+    out: Tensor,
+    norm: tuple[Tensor, float] | None = None,
+    *,
+    add: bool = False,
+) -> None:
     num_tokens, top_k = ids.shape
     hidden, inner = packed.down.shape[1:]
     y = x.new_empty(num_tokens * top_k, inner)
-    out = x.new_empty(num_tokens, hidden)
+    norm_weight, eps = norm or (x, 0.0)
     bias, tile = packed.gate_up_bias, fit(t.gate_up, x, hidden)
     _pair_gate_up[(triton.cdiv(2 * inner, tile.block_out), num_tokens * top_k)](
         x,
         packed.gate_up,
         bias if bias is not None else x,
+        norm_weight,
         ids,
         y,
         2 * inner,
         hidden,
         x.stride(0),
+        eps,
         TOP_K=top_k,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
         ACTIVATION=packed.activation,
         HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
         EVEN=hidden % tile.block_in == 0,
         num_warps=tile.num_warps,
     )
@@ -616,20 +681,28 @@ def _one_by_one(x: Tensor, ids: Tensor, scales: Tensor, packed: PackedExperts, t
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
         HAS_BIAS=bias is not None,
+        ADD=add,
         EVEN=inner % tile.block_in == 0,
         num_warps=tile.num_warps,
     )
-    return out
 
 
-def _sorted(x: Tensor, ids: Tensor, scales: Tensor, packed: PackedExperts, t: Tiles) -> Tensor:
+def _sorted(
+    x: Tensor,
+    ids: Tensor,
+    scales: Tensor,
+    packed: PackedExperts,
+    t: Tiles,
+    out: Tensor,
+    *,
+    add: bool = False,
+) -> None:
     num_tokens, top_k = ids.shape
     num_experts, hidden, inner = packed.down.shape
     order, tiles = sort_pairs(ids, num_experts, t.gate_up.rows)
     num_pairs, num_tiles = order.shape[0], tiles.shape[1]
     y = x.new_empty(num_pairs, inner)
     parts = x.new_empty(num_pairs, hidden)
-    out = x.new_empty(num_tokens, hidden)
     for source, weight, bias, target, tile in (
         (x, packed.gate_up, packed.gate_up_bias, y, t.gate_up),
         (y, packed.down, packed.down_bias, parts, t.down),
@@ -668,9 +741,8 @@ def _sorted(x: Tensor, ids: Tensor, scales: Tensor, packed: PackedExperts, t: Ti
         )
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_parts[(num_tokens, triton.cdiv(hidden, block))](
-        parts, out, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        parts, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
     )
-    return out
 
 
 def sort_pairs(ids: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ class RMSNorm:
 
     def __init__(self, name: str, size: int, config: ModelConfig, parameters: Parameters):
         self.weight: Tensor = torch.empty(0)
-        self._eps, self._plus_one = config.norm_eps, config.norm_plus_one
+        self.eps, self._plus_one = config.norm_eps, config.norm_plus_one
         self._ops, self._parameters = parameters.ops, parameters
         parameters.expect(f"{name}.weight", (size,), self._put)
 
@@ -35,17 +35,17 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dimension of [num_tokens, size]."""
-        return self._ops.rms_norm(x, self.weight, self._eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """residual += x, in place, then its norm, in x's type."""
         if x is None:
             return self(residual)
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def linear(self, residual: Tensor, packed: Any, out_dtype: torch.dtype) -> Tensor:
         """A linear of the norm."""
-        return self._ops.norm_linear(residual, self.weight, self._eps, packed, out_dtype)
+        return self._ops.norm_linear(residual, self.weight, self.eps, packed, out_dtype)
 
 
 class LayerNorm:

@@ -66,6 +66,45 @@ def test_every_kind_of_tile(hidden, inner, kind):
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[BF16], atol=4 * TOLERANCE[BF16])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("hidden, inner", [(64, 32), (40, 24)])
+def test_experts_of_a_norm_are_added_to_the_residual(hidden, inner, num_tokens):
+    """In the kernels of one token, and beside those of many."""
+    generator = torch.Generator().manual_seed(1)
+    weights = random_experts(4, hidden, inner, "silu", True)
+    ids, scales = random_pairs(num_tokens, 4, 2)
+    residual = torch.randn(num_tokens, hidden, generator=generator).to(BF16)
+    norm = torch.rand(hidden, generator=generator).to(BF16)
+    want = residual.double()
+    known = ORACLE.pack_experts(moved(moved(weights, "cpu", BF16), "cpu", torch.float64))
+    ORACLE.norm_experts_add(want, norm.double(), 1e-2, ids, scales.double(), known)
+    packed = moe.pack_experts(moved(weights, "cpu", BF16))
+    moe.norm_experts_add(residual, norm, 1e-2, ids, scales, packed)
+    torch.testing.assert_close(
+        residual.double(), want, rtol=TOLERANCE[BF16], atol=4 * TOLERANCE[BF16]
+    )
+
+
+SHAPES = {  # num_experts, top_k, hidden, inner
+    "gpt-oss-20b": (6, 4, 192, 192, "swiglu_clamped", True),  # 2880 is 22.5 blocks of 128
+    "deepseek-v2-lite": (8, 6, 96, 88, "silu", False),  # 1408 is 5.5 blocks of 256
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_shapes_that_blocks_do_not_divide(num_tokens, shape):
+    """As in these models, by the default tiles."""
+    num_experts, top_k, hidden, inner, activation, has_bias = SHAPES[shape]
+    weights = random_experts(num_experts, hidden, inner, activation, has_bias)
+    ids, scales = random_pairs(num_tokens, num_experts, top_k)
+    x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(1)).to(BF16)
+    got = moe.experts(x, ids, scales, moe.pack_experts(moved(weights, "cpu", BF16)))
+    known = moved(moved(weights, "cpu", BF16), "cpu", torch.float64)
+    want = ORACLE.experts(x.double(), ids, scales.double(), known)
+    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[BF16], atol=4 * TOLERANCE[BF16])
+
+
 def test_a_broken_token_breaks_no_other():
     weights = moved(random_experts(4, 64, 32, "silu", False), "cpu", BF16)
     packed = moe.pack_experts(weights)
