@@ -153,7 +153,8 @@ async def soak(args: argparse.Namespace, folder: Path) -> list[str]:
             wrong.append("device memory grew over the last half")
     print(
         f"{load.num_finished + load.num_aborted} requests in {seconds:.0f} s, "
-        f"{load.num_aborted} aborted, {load.num_tokens} tokens; resident {first / 2**20:.0f} to {last / 2**20:.0f} MiB "
+        f"{load.num_aborted} aborted, {load.num_tokens} tokens; "
+        f"resident {first / 2**20:.0f} to {last / 2**20:.0f} MiB "
         f"({growth:+.2%}) over the last half; {lost} pages lost"
     )
     return wrong
