@@ -15,6 +15,7 @@ from ..api import BackendError, DeviceFacts
 from ..reference import ReferenceOps
 from ..triton import TritonOps
 from .flashinfer import FlashInferOps
+from .quantized import ScaledMMOps
 
 if has_triton := importlib.util.find_spec("triton") is not None:
     from ..triton import linear
@@ -226,4 +227,4 @@ def runtime() -> CudaRuntime:
 
 def providers() -> list[Provider]:
     """Best first."""
-    return [FlashInferOps(), TritonOps(), CublasOps(), ReferenceOps()]
+    return [FlashInferOps(), ScaledMMOps(), TritonOps(), CublasOps(), ReferenceOps()]

@@ -12,9 +12,11 @@ if importlib.util.find_spec("triton") is not None:
     import triton
 
     from . import attention, delta_net, fused, moe, page_copies, sampling, warm
+    from . import quantized as quantized_products
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Any
 
     import torch
     from torch import Tensor
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         ExpertWeights,
         LayerCache,
         LayerState,
+        QuantizedWeight,
         Rope,
         RouterSpec,
         SamplingRows,
@@ -95,6 +98,18 @@ class TritonOps:
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         """See `fused.gelu_and_mul`."""
         return fused.gelu_and_mul(x)
+
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: Tensor | None
+    ) -> quantized_products.WidenedWeight | quantized_products.ScaledWeight:
+        """See `quantized.pack_quantized`."""
+        return quantized_products.pack_quantized(weight, bias)
+
+    def quantized_linear(
+        self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `quantized.quantized_linear`."""
+        return quantized_products.quantized_linear(x, packed, out_dtype)
 
     def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `moe.route`."""

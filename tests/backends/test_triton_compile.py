@@ -11,6 +11,7 @@ from stoker.backends.api import (
     AttentionSpec,
     BatchMeta,
     LayerCache,
+    QuantizedWeight,
     Rope,
     RouterSpec,
     SamplingRows,
@@ -25,7 +26,16 @@ if triton.knobs.runtime.interpret:
 
 from compile_only import TARGETS, CompileOnly
 
-from stoker.backends.triton import TritonOps, attention, fused, linear, moe, page_copies, sampling
+from stoker.backends.triton import (
+    TritonOps,
+    attention,
+    fused,
+    linear,
+    moe,
+    page_copies,
+    quantized,
+    sampling,
+)
 from stoker.backends.triton.flash import Tile
 
 HAS_DOT = {"_decode", "_extend", "_shared_prefix", "_grouped"}
@@ -130,6 +140,18 @@ def launch_experts(
     moe.experts(meta_tensor(num_tokens, hidden, dtype=dtype), ids, scales, packed)
 
 
+def quantized_weight(target, kind, block, activations, *size):
+    """Without memory, as `pack_quantized` takes it; block 0 is the whole row."""
+    dtypes = {"fp8": NATIVE_FP8.get(target, torch.float8_e4m3fn), "int8": torch.int8}
+    block = block[0], block[1] or size[-1]
+    groups = (*size[:-2], -(-size[-2] // block[0]), -(-size[-1] // block[1]))
+    scales = meta_tensor(*groups, dtype=torch.float32)
+    halved = (*size[:-1], size[-1] if kind in dtypes else size[-1] // 2)
+    codes = meta_tensor(*halved, dtype=dtypes.get(kind, torch.uint8))
+    offsets = scales if kind == "uint4" else None
+    return QuantizedWeight(kind, codes, size, scales, offsets, block, activations)
+
+
 def launch_page_copies():
     parts, rows = meta_tensor(2, 3, dtype=torch.int64), meta_tensor(500)
     for to_pool in (False, True):
@@ -196,6 +218,32 @@ def test_kernels_compile(target):
         if kernel.name in HAS_DOT and not kernel.is_float32:
             assert kernel.matrix_instructions > 0, kernel
             assert kernel.spilled <= MAX_SPILL, kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_quantized_products_compile(target):
+    launches = [
+        (1, "uint4", (1, 128), None),
+        (64, "mxfp4", (1, 32), None),
+        (1, "int8", (1, 16), None),
+        (256, "uint4", (1, 32), None),
+        (1, "fp8", (1, 0), "token"),
+        (256, "fp8", (128, 128), "group"),
+    ]
+
+    def launch(num_rows, kind, block, activations):
+        weight = quantized_weight(target, kind, block, activations, 4096, 4096)
+        x = meta_tensor(num_rows, 4096, dtype=torch.bfloat16)
+        quantized.quantized_linear(x, quantized.pack_quantized(weight, None))
+
+    with CompileOnly(target) as compiled, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(launch, *arguments) for arguments in launches]:
+            done.result()
+    products = [k for k in compiled.kernels if k.name in ("_widened", "_scaled")]
+    assert len(products) == len(launches)
+    for kernel in products:
+        assert kernel.matrix_instructions > 0, kernel
+        assert kernel.spilled <= MAX_SPILL, kernel
 
 
 def test_a_tile_that_is_too_large_is_found():

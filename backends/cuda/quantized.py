@@ -1,0 +1,82 @@
+"""Products with fp8 weights by cuBLAS's and CUTLASS's kernels, as torch has them, for many rows.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..triton import TritonOps
+
+if has_triton := importlib.util.find_spec("triton") is not None:
+    from ..triton import quantized
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from torch import Tensor
+
+    from ..api import DeviceRuntime, QuantizedWeight
+
+MIN_ROWS = 65  # from which torch's kernels are used
+ALIGNMENT = 16  # of both sizes of a weight
+
+
+class ScaledMMOps:
+    """Quantized products: torch's for fp8 with a scale a row and a token, else our kernels."""
+
+    name = "scaled_mm"
+
+    def __init__(self) -> None:
+        self._beside = TritonOps()
+
+    def probe(self, runtime: DeviceRuntime) -> str | None:
+        """It needs our kernels for the rest, and a GPU that multiplies fp8."""
+        if runtime.name != "cuda":
+            return "not a CUDA device"
+        if not has_triton:
+            return "the kernel that rounds activations needs triton, which is not installed"
+        if getattr(runtime, "capability", (0, 0)) < (9, 0):
+            return "torch multiplies fp8 with such scales from sm_90 on"
+        return None
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+        """As our kernels want it, which torch's take as well."""
+        return self._beside.pack_quantized(weight, bias)
+
+    def quantized_linear(
+        self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """By torch where it is faster."""
+        if x.shape[0] >= MIN_ROWS and suits(packed, out_dtype or x.dtype):
+            return scaled_mm(x, packed)
+        return self._beside.quantized_linear(x, packed, out_dtype)
+
+
+def suits(packed: Any, out_dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel: it writes bfloat16, and takes no blocks of scales."""
+    return (
+        isinstance(packed, quantized.ScaledWeight)
+        and packed.codes.dtype == torch.float8_e4m3fn
+        and packed.block == (0, 0)
+        and out_dtype == torch.bfloat16
+        and all(size % ALIGNMENT == 0 for size in packed.codes.shape)
+    )
+
+
+def scaled_mm(x: Tensor, packed: quantized.ScaledWeight) -> Tensor:
+    """[num_tokens, in] to bfloat16 [num_tokens, out]."""
+    rounded = quantized.round_rows(x, packed.codes.dtype, 0, packed.input_scale)
+    out = torch._scaled_mm(
+        rounded.codes,
+        packed.codes.t(),
+        scale_a=rounded.scales.t(),
+        scale_b=packed.scales[None],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return out if packed.bias is None else out.add_(packed.bias)

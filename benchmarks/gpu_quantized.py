@@ -1,0 +1,329 @@
+"""Quantized products and fp8 KV caches on a GPU: checked against float64, then timed.
+
+    python benchmarks/gpu_quantized.py [check] [linear] [attention] [experts] [tune]
+
+`check` compares every kind of weight at many numbers of rows with the oracle; the others time
+kernels on the shapes of Llama-3.1-8B, Qwen3-30B-A3B and GPT-OSS-20B beside bfloat16's. `tune` times
+other tiles and prints the fastest. Results go to $OUT/gpu_quantized.json where OUT is set; the exit
+status is 1 where a check failed.
+"""
+
+# ruff: noqa: B023 - every closure is called before its loop goes on
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_kernels import DEVICE, LLAMA, Table, build, graph_time_ms, kv_bytes
+
+from stoker.backends import quantized as oracle
+from stoker.backends.api import LayerCache, QuantizedWeight
+from stoker.backends.cuda import CublasOps, CudaRuntime
+from stoker.backends.cuda import quantized as scaled_mm
+from stoker.backends.reference import ReferenceOps
+from stoker.backends.triton import attention, quantized
+from stoker.backends.triton.flash import Tile as AttentionTile
+from stoker.backends.triton.quantized import Tile
+
+FP8 = torch.float8_e4m3fn
+# name: (kind, block, activations, has offsets, error allowed: relative, of all outputs)
+SCHEMES = {
+    "fp8": ("fp8", (1, 0), "token", False, 8e-3),
+    "fp8 blocks": ("fp8", (128, 128), "group", False, 8e-3),
+    "int8": ("int8", (1, 0), "token", False, 8e-3),
+    "fp8 a16": ("fp8", (1, 0), None, False, 4e-3),
+    "fp8 blocks a16": ("fp8", (128, 128), None, False, 4e-3),
+    "int8 g16 a16": ("int8", (1, 16), None, True, 4e-3),
+    "int8 g32 a16": ("int8", (1, 32), None, False, 4e-3),
+    "int8 a16": ("int8", (1, 0), None, False, 4e-3),
+    "uint4 g32": ("uint4", (1, 32), None, True, 4e-3),
+    "uint4 g64": ("uint4", (1, 64), None, True, 4e-3),
+    "uint4 g128": ("uint4", (1, 128), None, True, 4e-3),
+    "mxfp4": ("mxfp4", (1, 32), None, False, 4e-3),
+}
+TIMED = ("fp8", "fp8 blocks", "int8", "uint4 g128", "uint4 g32", "mxfp4")
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+ROWS = (1, 8, 64, 256, 2048)
+CHECKED_ROWS = (1, 3, 16, 17, 40, 64, 65, 200, 1000)
+CHECKED_SHAPES = ((1030, 2880), (512, 4096))
+
+
+def make(name: str, num_out: int, num_in: int, num_experts: int = 0) -> QuantizedWeight:
+    """Random codes whose values have a standard deviation of about 0.02."""
+    kind, block, activations, has_offsets, _ = SCHEMES[name]
+    block = block[0], block[1] or num_in
+    lead = (num_experts,) if num_experts else ()
+    groups = (*lead, -(-num_out // block[0]), -(-num_in // block[1]))
+    scales = torch.rand(groups, device=DEVICE) + 0.5
+    size = (*lead, num_out, num_in)
+    if kind in ("uint4", "mxfp4"):
+        codes = torch.randint(0, 256, (*size[:-1], num_in // 2), device=DEVICE).to(torch.uint8)
+        scales *= 0.02 / (4.6 if kind == "uint4" else 2.9)
+    elif kind == "int8":
+        codes = (torch.randn(size, device=DEVICE) * 40).clamp(-127, 127).to(torch.int8)
+        scales *= 0.02 / 40
+    else:
+        codes = torch.empty(size, device=DEVICE, dtype=FP8)
+        for part in codes if num_experts else (codes,):
+            part.copy_((torch.randn(part.shape, device=DEVICE) * 100).clamp(-448, 448))
+        scales *= 0.02 / 100
+    if kind == "mxfp4":
+        scales = torch.exp2(torch.log2(scales).round())
+    offsets = None
+    if has_offsets:
+        offsets = (
+            -scales * (7.5 if kind == "uint4" else 3.0) * (0.9 + 0.2 * torch.rand_like(scales))
+        )
+    return QuantizedWeight(kind, codes, size, scales, offsets, block, activations)
+
+
+def num_bytes(weight: QuantizedWeight) -> int:
+    """Of codes, and of scales and offsets in 16 bits (mxfp4: 8)."""
+    scales = weight.scales.numel() * (1 if weight.kind == "mxfp4" else 2)
+    return weight.codes.numel() + scales * (1 if weight.offsets is None else 2)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, device=DEVICE, dtype=torch.bfloat16).normal_(std=scale)
+
+
+def in_threads(jobs: Iterable[Callable[[], object]]) -> None:
+    """Run them all, which compiles what they launch."""
+
+    def run(job):
+        torch.cuda.set_device(0)
+        with torch.inference_mode():
+            job()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(run, job) for job in jobs]:
+            done.result()
+    torch.cuda.synchronize()
+
+
+# ------------------------------------------------------------------------------------------ check
+
+
+class Checks:
+    """Compares, and counts what failed."""
+
+    def __init__(self, table: Table):
+        self._table = table
+        self.failed = 0
+
+    def __call__(self, name: str, got: torch.Tensor, want: torch.Tensor, allowed: float) -> None:
+        error = float((got.double() - want).norm() / want.norm())
+        ok = error <= allowed  # False for NaN too
+        self.failed += not ok
+        if not ok or os.environ.get("VERBOSE"):
+            self._table.add("check", name + ("" if ok else "  FAILED"), error, "error")
+
+    def same(self, name: str, first: torch.Tensor, second: torch.Tensor) -> None:
+        if not torch.equal(first, second):
+            self.failed += 1
+            self._table.add("check", name + ": differs from run to run", 1.0, "FAILED")
+
+
+def check_linear(checks: Checks, dtype: torch.dtype) -> None:
+    cases = []
+    for name in SCHEMES:
+        for num_out, num_in in CHECKED_SHAPES:
+            weight = make(name, num_out, num_in)
+            bias = random(num_out).to(dtype)
+            cases.append((name, weight, bias, quantized.pack_quantized(weight, bias)))
+    jobs = []
+    for _, weight, _, packed in cases:
+        for rows in CHECKED_ROWS:
+            x = torch.zeros(rows, weight.shape[1], device=DEVICE, dtype=dtype)
+            jobs.append(lambda x=x, packed=packed: quantized.quantized_linear(x, packed))
+    in_threads(jobs)
+    for name, weight, bias, packed in cases:
+        for rows in CHECKED_ROWS:
+            # A wider buffer, so that rows are strided.
+            x = random(rows, weight.shape[1] + 64).to(dtype)[:, : weight.shape[1]]
+            want = oracle.linear(x.double(), weight, bias.double(), None)
+            got = quantized.quantized_linear(x, packed)
+            what = f"{name} {tuple(weight.shape)}, {rows} rows, {dtype}"
+            checks(what, got, want, SCHEMES[name][-1])
+            checks.same(what, got, quantized.quantized_linear(x, packed))
+            if rows > 16 and scaled_mm.suits(packed, dtype):
+                checks(f"{what}, torch", scaled_mm.scaled_mm(x, packed), want, 8e-3)
+
+
+def check_attention(checks: Checks) -> None:
+    ops = ReferenceOps()
+    spec = replace(LLAMA, k_scale=0.02, v_scale=0.5)
+    for page_size in (16, 64):
+        rows = [(1, int(n)) for n in torch.randint(1, 9000, (40,))]
+        meta, caches, q = build([*rows, (300, 5000), (1000, 1000)], layers=1, page_size=page_size)
+        pools = [(x.float() / s).to(FP8) for x, s in zip(caches[0], (0.02, 0.5), strict=True)]
+        got = attention.attend(q, meta, LayerCache(*pools), spec)
+        seen = LayerCache(pools[0].double() * 0.02, pools[1].double() * 0.5)
+        want = ops.attend(q.double(), meta, seen, replace(spec, k_scale=1.0, v_scale=1.0))
+        checks(f"attention over fp8, pages of {page_size}", got, want, 4e-3)
+
+
+# ------------------------------------------------------------------------------------------- time
+
+
+def time_linear(table: Table, tune: bool) -> None:
+    blas = CublasOps()
+    for shape, (num_out, num_in) in SHAPES.items():
+        size = num_out * num_in * 2
+        copies = max(2, int(300e6 // size) + 1)
+        packed = [
+            blas.pack_linear(random(num_out, num_in, scale=0.02), None) for _ in range(copies)
+        ]
+        for rows in ROWS:
+            x = random(rows, num_in)
+            ms = graph_time_ms(lambda i: blas.linear(x, packed[i]), copies)
+            report(table, shape, f"{rows} rows: bf16", rows, num_out, num_in, size, ms)
+        del packed
+        for name in TIMED:
+            weight = make(name, num_out, num_in)
+            size = num_bytes(weight)
+            copies = max(2, int(200e6 // size) + 1)
+            packed = [quantized.pack_quantized(weight, None)]
+            packed += [quantized.pack_quantized(make(name, num_out, num_in), None)
+                       for _ in range(copies - 1)]  # fmt: skip
+            inputs = {rows: random(rows, num_in) for rows in ROWS}
+            tiles = {rows: candidates(packed[0], rows, tune) for rows in ROWS}
+            in_threads(
+                lambda x=inputs[rows], tile=tile: quantized.quantized_linear(
+                    x, packed[0], None, tile
+                )
+                for rows in ROWS
+                for tile in tiles[rows]
+            )
+            for rows in ROWS:
+                x = inputs[rows]
+                best = []
+                for tile in tiles[rows]:
+                    ms = graph_time_ms(
+                        lambda i: quantized.quantized_linear(x, packed[i], None, tile), copies
+                    )
+                    best.append((ms, tile))
+                    if tile is None:
+                        report(
+                            table, shape, f"{rows} rows: {name}", rows, num_out, num_in, size, ms
+                        )
+                if len(best) > 1:
+                    best.sort(key=lambda pair: pair[0])
+                    for ms, tile in best[:3]:
+                        title = f"{rows} rows: {name} {tile and tuple(tile)}"
+                        report(table, shape, title, rows, num_out, num_in, size, ms)
+                if rows > 16 and scaled_mm.suits(packed[0], torch.bfloat16):
+                    ms = graph_time_ms(lambda i: scaled_mm.scaled_mm(x, packed[i]), copies)
+                    title = f"{rows} rows: {name}, torch"
+                    report(table, shape, title, rows, num_out, num_in, size, ms)
+                if rows == ROWS[-1] and name == "fp8":
+                    for n in ROWS:
+                        y = inputs[n]
+                        ms = graph_time_ms(lambda _: quantized.round_rows(y, FP8, 0, None), 1)
+                        table.add(shape, f"{n} rows: rounding to fp8", n * num_in * 3 / ms / 1e9,
+                                  "TB/s", ms)  # fmt: skip
+
+
+def report(table, shape, title, rows, num_out, num_in, size, ms) -> None:
+    if rows <= 64:
+        table.add(shape, title, size / ms / 1e9, "TB/s", ms)
+    else:
+        table.add(shape, title, 2 * rows * num_out * num_in / ms / 1e9, "TFLOP/s", ms)
+
+
+def candidates(packed, rows: int, tune: bool) -> list[Tile | None]:
+    """The default, and others."""
+    if not tune:
+        return [None]
+    is_scaled = isinstance(packed, quantized.ScaledWeight)
+    few = 16 if rows <= 16 else 64
+    if rows <= 64:
+        tiles = [Tile(few, out, size, warps, stages, splits)
+                 for out, warps in ((64, 4), (128, 4), (128, 8))
+                 for size in ((128, 256) if is_scaled else (256,))
+                 for stages in (3, 5)
+                 for splits in (None, 1, 4)]  # fmt: skip
+    else:
+        tiles = [Tile(r, out, size, warps, stages)
+                 for r, out, warps in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8),
+                                       (128, 256, 8), (64, 64, 4), (256, 64, 4))
+                 for size in ((128,) if is_scaled else (64, 256))
+                 for stages in (3, 4)]  # fmt: skip
+    return [None, *tiles]
+
+
+def time_attention(table: Table, tune: bool) -> None:
+    for title, rows in (("256 x 1024", [(1, 1024)] * 256), ("8 x 32000", [(1, 32000)] * 8)):
+        meta, caches, q = build(rows, page_size=64, layers=3)
+        size = kv_bytes(meta.kv_lens_cpu, LLAMA)
+        meta.plans = {}
+        attention.attend(q, meta, caches[0], LLAMA)
+        ms = graph_time_ms(lambda i: attention.attend(q, meta, caches[i], LLAMA), 3)
+        table.add("decode", f"{title}: bf16", size / ms / 1e9, "TB/s", ms)
+        short = [LayerCache(*(x.to(FP8) for x in cache)) for cache in caches]
+        del caches
+        tiles: list[AttentionTile | None] = [None]
+        if tune:
+            sizes = itertools.product((32, 64, 128), (2, 4), (2, 3, 4))
+            tiles += [AttentionTile(16, *size) for size in sizes]
+        in_threads(
+            lambda tile=tile: attention.attend(q, meta, short[0], LLAMA, decode_tile=tile)
+            for tile in tiles
+        )
+        best = []
+        for tile in tiles:
+            ms = graph_time_ms(
+                lambda i: attention.attend(q, meta, short[i], LLAMA, decode_tile=tile), 3
+            )
+            best.append((ms, tile))
+        for ms, tile in sorted(best, key=lambda pair: pair[0])[:4]:
+            table.add(
+                "decode", f"{title}: fp8 {tile and tuple(tile)}", size / 2 / ms / 1e9, "TB/s", ms
+            )
+    for title, rows in (("1 x 512 of 32000", [(512, 32000)]), ("4 x 2048", [(2048, 2048)] * 4)):
+        meta, caches, q = build(rows, page_size=64, layers=2)
+        ms = graph_time_ms(lambda i: attention.attend(q, meta, caches[i], LLAMA), 2)
+        table.add("extend", f"{title}: bf16", 1.0, "", ms)
+        short = [LayerCache(*(x.to(FP8) for x in cache)) for cache in caches]
+        attention.attend(q, meta, short[0], LLAMA)
+        ms = graph_time_ms(lambda i: attention.attend(q, meta, short[i], LLAMA), 2)
+        table.add("extend", f"{title}: fp8", 1.0, "", ms)
+
+
+def main() -> None:
+    words = sys.argv[1:] or ["check", "linear", "attention"]
+    torch.manual_seed(0)
+    print(CudaRuntime().description, "torch", torch.__version__)
+    table = Table()
+    checks = Checks(table)
+    tune = "tune" in words
+    parts: dict[str, Callable[[], None]] = {
+        "check": lambda: (check_linear(checks, torch.bfloat16), check_linear(checks, torch.float16),
+                          check_attention(checks)),
+        "linear": lambda: time_linear(table, tune),
+        "attention": lambda: time_attention(table, tune),
+    }  # fmt: skip
+    with torch.inference_mode():
+        for word, part in parts.items():
+            if word in words:
+                begin = time.monotonic()
+                part()
+                torch.cuda.empty_cache()
+                print(f"{word}: {time.monotonic() - begin:.0f} s", flush=True)
+    if out := os.environ.get("OUT"):
+        Path(out, "gpu_quantized.json").write_text(json.dumps(table.rows, indent=1))
+    print(f"{checks.failed} checks failed" if "check" in words else "")
+    sys.exit(bool(checks.failed))
+
+
+if __name__ == "__main__":
+    main()
