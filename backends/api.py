@@ -154,11 +154,15 @@ class MLASpec:
         scale: multiplies q k^T.
         rank: of the latent, which is both part of the key and the value.
         rope_dim: of the key's part that rotates, one for all heads.
+        nope_dim, value_dim: of what the up-projections make of a latent for each head, the rest
+            of its key and its value.
     """
 
     num_heads: int
     rank: int
     rope_dim: int
+    nope_dim: int
+    value_dim: int
     scale: float
 
 
@@ -663,7 +667,8 @@ class Provider(Protocol):
     One whose ops take a residual in float32, and should get it so, sets `float32_residual`.
 
     One whose kernels compile at first use may have `warm_steps(specs, dtype, page_size, device)`:
-    functions that launch, between them, what steps with these kinds of attention layers can meet.
+    functions that launch, between them, what steps with these kinds of attention layers can meet;
+    and `mla_warm_steps`, the same for kinds of MLASpec.
     """
 
     name: str

@@ -9,25 +9,29 @@ Runs on: gpu.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from . import delta_net, quantized
+from .api import AttentionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .api import (
-        AttentionSpec,
         BatchMeta,
         DeltaNetSpec,
+        DenseRows,
         DeviceRuntime,
         ExpertWeights,
         LayerCache,
         LayerState,
         LayerWeights,
+        MLASpec,
         QuantizedExperts,
         QuantizedWeight,
         Rope,
@@ -132,29 +136,65 @@ class ReferenceOps:
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """One row after the other: gather its pages, mask, softmax."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        pages = (
-            cache.k.flatten(0, 1),
-            cache.v.flatten(0, 1),
-        )  # [num_slots, num_kv_heads, head_dim]
-        mask_begin = 0
-        for row in range(meta.num_rows):
-            begin, end = int(meta.qo_indptr_cpu[row]), int(meta.qo_indptr_cpu[row + 1])
-            q_len, kv_len = end - begin, int(meta.kv_lens_cpu[row])
-            if kv_len == 0 or q_len == 0:
-                continue
-            at = torch.arange(kv_len, device=q.device)
-            table = meta.block_table[meta.slots[row]]
-            slots = table[at // meta.page_size].long() * meta.page_size + at % meta.page_size
-            k, v = (pool[slots] for pool in pages)
-            if meta.tree_mask is None:
-                visible = at <= at[kv_len - q_len :, None]
-            else:
-                visible = meta.tree_mask[mask_begin : mask_begin + q_len * kv_len].view(q_len, -1)
-                mask_begin += q_len * kv_len
-            if spec.window is not None:
-                visible = visible & (at > at[kv_len - q_len :, None] - spec.window)
-            out[begin:end] = _attend_row(q[begin:end], k, v, visible, spec)
+        k, v = (pool.flatten(0, 1) for pool in cache)  # [num_slots, num_kv_heads, head_dim]
+        for new, slots, visible in _contexts(meta, spec.window):
+            out[new] = _attend_row(q[new], k[slots], v[slots], visible, spec)
         return out.flatten(1)
+
+    def mla_write(
+        self,
+        latent: Tensor,
+        q_rope: Tensor,
+        meta: BatchMeta,
+        cache: LayerCache,
+        spec: MLASpec,
+        rope: Rope,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """The norm and the rotation, each rounded once."""
+        compressed, k_rope = _up(latent).split([spec.rank, spec.rope_dim], dim=1)
+        k_rope = _rotate(k_rope[:, None], rope, meta.positions)[:, 0]
+        keys = torch.cat((self.rms_norm(compressed, norm, eps), k_rope), dim=1)
+        written = meta.out_slots >= 0
+        pool = cache.k.view(-1, keys.shape[1])
+        pool[meta.out_slots[written]] = keys[written].to(pool.dtype)
+        q_rope.copy_(_rotate(_up(q_rope), rope, meta.positions))
+
+    def mla_attend(
+        self, q_latent: Tensor, q_rope: Tensor, meta: BatchMeta, cache: LayerCache, spec: MLASpec
+    ) -> Tensor:
+        """As `attend`, with one KV head, whose value is the first part of its key."""
+        out = torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
+        q, keys = torch.cat((q_latent, q_rope), dim=-1), cache.k.flatten(0, 1)
+        one_head = AttentionSpec(spec.num_heads, 1, spec.rank + spec.rope_dim, spec.scale)
+        for new, slots, visible in _contexts(meta, None):
+            k = keys[slots]
+            out[new] = _attend_row(q[new], k, k[..., : spec.rank], visible, one_head)
+        return out
+
+    def mla_attend_dense(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, rows: DenseRows, spec: MLASpec
+    ) -> tuple[Tensor, Tensor]:
+        """One row after the other."""
+        nope_dim = spec.nope_dim
+        out = q.new_zeros(*q.shape[:2], spec.value_dim)
+        lse = _up(q).new_full(q.shape[:2], -math.inf)
+        bounds = zip(rows.qo_indptr.tolist(), rows.kv_indptr.tolist(), strict=True)
+        for ((q0, k0), (q1, k1)), offset in zip(
+            pairwise(bounds), rows.offsets.tolist(), strict=True
+        ):
+            k, v = _up(kv[k0:k1]).split([nope_dim, out.shape[2]], dim=2)
+            k = torch.cat((k, _up(k_rope[k0:k1, None]).expand(-1, q.shape[1], -1)), dim=2)
+            logits = torch.einsum("qhd,khd->hqk", _up(q[q0:q1]), k) * spec.scale
+            at = torch.arange(k1 - k0, device=q.device)
+            last = offset + torch.arange(q1 - q0, device=q.device)
+            logits.masked_fill_(at > last[:, None], -math.inf)
+            total = logits.logsumexp(-1)
+            p = (logits - total.masked_fill(total == -math.inf, 0)[..., None]).exp()
+            out[q0:q1] = torch.einsum("hqk,khd->qhd", p, v)
+            lse[q0:q1] = total.t()
+        return out, lse.float()
 
     def delta_net(
         self, qkvz: Tensor, ba: Tensor, meta: BatchMeta, state: LayerState, spec: DeltaNetSpec
@@ -356,6 +396,27 @@ def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
         a, b = turned.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((turned, rest), dim=-1)
+
+
+def _contexts(meta: BatchMeta, window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of each row: its new tokens, the slots of its context, and bool [q_len, kv_len] who sees."""
+    mask_begin, device = 0, meta.block_table.device
+    for row in range(meta.num_rows):
+        begin, end = int(meta.qo_indptr_cpu[row]), int(meta.qo_indptr_cpu[row + 1])
+        q_len, kv_len = end - begin, int(meta.kv_lens_cpu[row])
+        if kv_len == 0 or q_len == 0:
+            continue
+        at = torch.arange(kv_len, device=device)
+        table = meta.block_table[meta.slots[row]]
+        slots = table[at // meta.page_size].long() * meta.page_size + at % meta.page_size
+        if meta.tree_mask is None:
+            visible = at <= at[kv_len - q_len :, None]
+        else:
+            visible = meta.tree_mask[mask_begin : mask_begin + q_len * kv_len].view(q_len, -1)
+            mask_begin += q_len * kv_len
+        if window is not None:
+            visible = visible & (at > at[kv_len - q_len :, None] - window)
+        yield slice(begin, end), slots, visible
 
 
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .api import BackendError
+from .api import BackendError, MLASpec
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -48,6 +48,9 @@ OP_GROUPS = (
     ("add_rms_norm",),
     ("attend",),
     ("write_qkv",),  # after attend, whose layout of pages it must write
+    ("mla_write",),
+    ("mla_attend",),
+    ("mla_attend_dense",),
     ("delta_net",),
     ("silu_and_mul",),
     ("gelu_and_mul",),
@@ -135,18 +138,23 @@ class Backend:
         logger.info("attention by %s%s", provider.name, reasons)
 
     def warm_steps(
-        self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int
+        self, specs: Iterable[AttentionSpec | MLASpec], dtype: torch.dtype, page_size: int
     ) -> list[Callable[[], None]]:
         """What launches the kernels that steps with such attention layers can meet."""
         specs = tuple(specs)
+        latent = tuple(spec for spec in specs if isinstance(spec, MLASpec))
+        others = tuple(spec for spec in specs if not isinstance(spec, MLASpec))
         return [
             step
             for provider in self.providers
-            if hasattr(provider, "warm_steps")
-            for step in provider.warm_steps(specs, dtype, page_size, self.runtime.device)
+            for name, kinds in (("warm_steps", others), ("mla_warm_steps", latent))
+            if hasattr(provider, name)
+            for step in getattr(provider, name)(kinds, dtype, page_size, self.runtime.device)
         ]
 
-    def warm(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int) -> None:
+    def warm(
+        self, specs: Iterable[AttentionSpec | MLASpec], dtype: torch.dtype, page_size: int
+    ) -> None:
         """Launch them, in threads: LLVM and ptxas work without the GIL.
 
         Not to be called while a graph is captured.

@@ -294,7 +294,8 @@ def attend(t: Target, dtype: torch.dtype, case: AttentionCase) -> float:
 
 def _latent(case: AttentionCase, rope_dim: int) -> MLASpec:
     """The spec of a case with one KV head, whose head_dim is rank + rope_dim."""
-    return MLASpec(case.num_heads, case.head_dim - rope_dim, rope_dim, case.head_dim**-0.5)
+    rank = case.head_dim - rope_dim
+    return MLASpec(case.num_heads, rank, rope_dim, rank, rank, case.head_dim**-0.5)
 
 
 def mla_write(t: Target, dtype: torch.dtype, rank: int, interleaved: bool) -> float:
@@ -325,7 +326,8 @@ def mla_attend(t: Target, dtype: torch.dtype, case: AttentionCase, rope_dim: int
     """Latent attention, absorbed."""
     inputs, spec = t.attention(case, dtype), _latent(case, rope_dim)
     oracle, parts = oracle_inputs(inputs), [spec.rank, spec.rope_dim]
-    want = ORACLE.mla_attend(*oracle.q.split(parts, 2), oracle.meta, oracle.cache, spec)
+    q_latent, q_rope = oracle.q.split(parts, 2)
+    want = ORACLE.mla_attend(q_latent, q_rope, oracle.meta, oracle.cache, spec)
     cache = LayerCache(inputs.cache.k, inputs.cache.v[..., :0])
     got = t.op("mla_attend")(*inputs.q.split(parts, 2), inputs.meta, cache, spec)
     real = inputs.real_tokens
@@ -365,16 +367,14 @@ def mla_attend_dense(
     """
     nope, rope_dim, value = dims
     q_lens, kv_lens, offsets = (torch.tensor(x, dtype=torch.int32) for x in zip(*rows, strict=True))
-    described = [F.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (q_lens, kv_lens)]
-    dense = DenseRows(*(x.to(t.device) for x in (*described, offsets)))
-    num_keys, spec = int(kv_lens.sum()), MLASpec(3, 24, rope_dim, (nope + rope_dim) ** -0.5)
-    q = randn(int(q_lens.sum()), 3, 8 + nope + rope_dim, dtype=dtype, device=t.device)[..., 8:]
-    kv = randn(num_keys, 3, nope + value, seed=1, dtype=dtype, device=t.device)
-    keys = randn(num_keys, 24 + rope_dim, seed=2, dtype=dtype, device=t.device)
-    k_rope = keys[:, 24:]
-    want, lse_want = ORACLE.mla_attend_dense(
-        up(q), up(kv), up(k_rope), DenseRows(*described, offsets), spec
-    )
+    qo, bounds = (F.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (q_lens, kv_lens))
+    spec = MLASpec(3, 24, rope_dim, nope, value, (nope + rope_dim) ** -0.5)
+    q = randn(int(qo[-1]), 3, 8 + nope + rope_dim, dtype=dtype, device=t.device)[..., 8:]
+    kv = randn(int(bounds[-1]), 3, nope + value, seed=1, dtype=dtype, device=t.device)
+    k_rope = randn(len(kv), 24 + rope_dim, seed=2, dtype=dtype, device=t.device)[:, 24:]
+    dense = DenseRows(qo, bounds, offsets)
+    want, lse_want = ORACLE.mla_attend_dense(up(q), up(kv), up(k_rope), dense, spec)
+    dense = DenseRows(*(x.to(t.device) for x in dense))
     got, lse = t.op("mla_attend_dense")(q, kv, k_rope, dense, spec)
     assert lse.dtype == torch.float32
     return max(compare(got, want, dtype), compare(lse.to(dtype), lse_want.double(), dtype))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("triton") is not None:
     import triton
 
-    from . import attention, delta_net, fused, moe, page_copies, sampling, warm
+    from . import attention, delta_net, fused, mla, mla_dense, moe, page_copies, sampling, warm
     from . import quantized as quantized_products
 
 if TYPE_CHECKING:
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
         AttentionSpec,
         BatchMeta,
         DeltaNetSpec,
+        DenseRows,
         DeviceRuntime,
         ExpertWeights,
         LayerCache,
         LayerState,
+        MLASpec,
         QuantizedWeight,
         Rope,
         RouterSpec,
@@ -59,6 +61,16 @@ class TritonOps:
         """See `warm.attention_steps`."""
         return warm.attention_steps(specs, dtype, page_size, device)
 
+    def mla_warm_steps(
+        self,
+        specs: Iterable[MLASpec],
+        dtype: torch.dtype,
+        page_size: int,
+        device: torch.device,
+    ) -> list[Callable[[], None]]:
+        """See `warm.mla_steps`."""
+        return warm.mla_steps(specs, dtype, page_size, device)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `fused.rms_norm`."""
         return fused.rms_norm(x, weight, eps)
@@ -84,6 +96,32 @@ class TritonOps:
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """See `attention.attend`."""
         return attention.attend(q, meta, cache, spec)
+
+    def mla_write(
+        self,
+        latent: Tensor,
+        q_rope: Tensor,
+        meta: BatchMeta,
+        cache: LayerCache,
+        spec: MLASpec,
+        rope: Rope,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """See `mla_dense.mla_write`."""
+        mla_dense.mla_write(latent, q_rope, meta, cache, spec, rope, norm, eps)
+
+    def mla_attend(
+        self, q_latent: Tensor, q_rope: Tensor, meta: BatchMeta, cache: LayerCache, spec: MLASpec
+    ) -> Tensor:
+        """See `mla.mla_attend`."""
+        return mla.mla_attend(q_latent, q_rope, meta, cache, spec)
+
+    def mla_attend_dense(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, rows: DenseRows, spec: MLASpec
+    ) -> tuple[Tensor, Tensor]:
+        """See `mla_dense.mla_attend_dense`."""
+        return mla_dense.mla_attend_dense(q, kv, k_rope, rows, spec)
 
     def delta_net(
         self, qkvz: Tensor, ba: Tensor, meta: BatchMeta, state: LayerState, spec: DeltaNetSpec

@@ -13,10 +13,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..api import SHARED_TILE_ROWS, AttentionSpec, BatchMeta, LayerCache, SharedPrefixes
+from ..api import (
+    SHARED_TILE_ROWS,
+    AttentionSpec,
+    BatchMeta,
+    DenseRows,
+    LayerCache,
+    MLASpec,
+    SharedPrefixes,
+)
 from .attention import attend
 from .decode import PLAN_ROWS
 from .extend import DENSE_MIN_TOKENS, SHORT_QUERIES
+from .mla import mla_attend
+from .mla_dense import mla_attend_dense
 
 CONTEXT = 256  # tokens; of every row, all in page 0
 
@@ -42,6 +52,37 @@ def attention_steps(
         for q_len in (2, 2 * SHORT_QUERIES, DENSE_MIN_TOKENS):
             steps += [(spec, 1, q_len, splits, False) for splits in (1, 2)]
     return [partial(step, *arguments) for arguments in steps]
+
+
+def mla_steps(
+    specs: Iterable[MLASpec], dtype: torch.dtype, page_size: int, device: torch.device
+) -> list[Callable[[], None]]:
+    """The same for latent attention, absorbed and dense."""
+
+    def absorbed(spec: MLASpec, num_rows: int, q_len: int, splits: int | None) -> None:
+        meta = tiny_batch(num_rows, q_len, page_size, device, is_shared=False)
+        width = spec.rank + spec.rope_dim
+        pool = torch.zeros(1, page_size, 1, width, dtype=dtype, device=device)
+        q = pool.new_zeros(meta.num_tokens, spec.num_heads, width)
+        q_latent, q_rope = q.split([spec.rank, spec.rope_dim], dim=2)
+        mla_attend(q_latent, q_rope, meta, LayerCache(pool, pool[..., :0]), spec, splits=splits)
+
+    def dense(spec: MLASpec) -> None:
+        meta = tiny_batch(1, CONTEXT, page_size, device, is_shared=False)
+        rows = DenseRows(meta.qo_indptr, meta.qo_indptr, meta.slots)
+        q = torch.zeros(
+            CONTEXT, spec.num_heads, spec.nope_dim + spec.rope_dim, dtype=dtype, device=device
+        )
+        kv = q.new_zeros(CONTEXT, spec.num_heads, spec.nope_dim + spec.value_dim)
+        keys = q.new_zeros(CONTEXT, spec.rank + spec.rope_dim)
+        mla_attend_dense(q, kv, keys[:, spec.rank :], rows, spec)
+
+    steps: list[Callable[[], None]] = []
+    for spec in specs:
+        steps += [partial(absorbed, spec, rows, 1, None) for rows in (1, PLAN_ROWS[-1])]
+        steps += [partial(absorbed, spec, 1, 2, splits) for splits in (1, 2)]
+        steps.append(partial(dense, spec))
+    return steps
 
 
 def tiny_batch(
