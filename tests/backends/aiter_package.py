@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def signature(text: str) -> inspect.Signature:
     )
 
 
+@cache
 def of_the_wheel(module: str, name: str) -> inspect.Signature | None:
     """A function's signature, out of the wheel's source; None where it does not have it."""
     path = unpacked() / (module.replace(".", "/") + ".py")
@@ -68,6 +70,7 @@ def of_the_wheel(module: str, name: str) -> inspect.Signature | None:
     return None
 
 
+@cache
 def of_the_newer(module: str, name: str) -> inspect.Signature | None:
     """The same of the newer version, whose signatures are facts in a file."""
     text = json.loads(NEWER.read_text())["functions"].get(f"{module}.{name}")
