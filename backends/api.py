@@ -15,7 +15,7 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -327,6 +327,7 @@ class Ops(Protocol):
     """The ops of a backend. Each is documented by its float64 reference in `reference.py`.
 
     Attributes:
+        gguf_types: types of GGUF blocks that are multiplied packed, at least as fast as floats.
         float32_residual: the residual stream, alone, is to be float32 where activations are not:
             what many layers add up in bfloat16 loses digits that decide between near ties. Ops
             that say x is a residual take it so, and round what they norm to the weight's type.
@@ -334,6 +335,7 @@ class Ops(Protocol):
             context lengths of this time (host ints, without padding) before each replay.
     """
 
+    gguf_types: Set[str]
     float32_residual: bool
     replan: Callable[[BatchMeta, np.ndarray], None] | None
 
@@ -371,14 +373,26 @@ class Ops(Protocol):
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
         """Bring a quantized weight into the form that `quantized_linear` wants, once, at load.
 
+        Where that form has an attribute `is_linear` that is true, `linear` and the ops that are
+        made of it (`norm_linear`, `decoder_layer`, ...) take it as well.
+
         Raises:
             BackendError: no kernel here takes a weight of this kind.
+        """
+
+    def pack_quantized_rows(self, weights: Sequence[QuantizedWeight], bias: Tensor | None) -> Any:
+        """One packed weight out of several of different types, whose rows follow each other.
+
+        Optional. Raises BackendError as `pack_quantized` does.
         """
 
     def quantized_linear(
         self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """Like `linear`, of a quantized weight."""
+
+    def quantized_rows(self, packed: Any, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values [n, in] of some rows, int64 [n], of a packed GGUF weight. Optional."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, any leading shape; computed in float32."""

@@ -79,7 +79,7 @@ FUSED_OPS = {
 }
 
 # Ops that the engine can do without; present where any provider that can run has them.
-OPTIONAL_OPS = ("copy_pages",)
+OPTIONAL_OPS = ("copy_pages", "pack_quantized_rows", "quantized_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +303,9 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     chosen = tuple(provider for provider in providers if provider.name in used)
     methods["float32_residual"] = all(getattr(p, "float32_residual", False) for p in chosen)
     methods["replan"] = None
+    by_name = {provider.name: provider for provider in providers}
+    packer = by_name[choices["pack_quantized"].provider]
+    methods["gguf_types"] = getattr(packer, "gguf_types", frozenset())
     ops = cast("Ops", SimpleNamespace(**methods))
     return Backend(runtime, ops, choices, chosen, attention, "attend" in overrides)
 

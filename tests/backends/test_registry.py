@@ -7,7 +7,7 @@ import pytest
 
 from stoker.backends import registry
 from stoker.backends.api import BackendError
-from stoker.backends.registry import OP_NAMES, BackendModule
+from stoker.backends.registry import FUSED_OPS, OP_NAMES, BackendModule
 
 
 class Fast:
@@ -158,7 +158,8 @@ def test_describe_has_a_row_for_every_op_and_reason(backends):
 def test_the_cpu_backend_has_every_op():
     backend = registry.select("cpu")
     assert backend.runtime.name == "cpu"
-    assert set(backend.choices) == {*OP_NAMES, "decoder_layer"}
+    served = {*OP_NAMES, *FUSED_OPS, "pack_quantized_rows", "quantized_rows"}
+    assert set(backend.choices) == served
     assert {choice.provider for choice in backend.choices.values()} <= {"native", "torch"}
     assert backend.ops.float32_residual
     forced = registry.select("cpu", {op: "torch" for op in OP_NAMES})
