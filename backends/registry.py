@@ -75,11 +75,14 @@ NOT_IN_A_LAYER = (  # of plain linears and a dense MLP
     "sample",
 )
 FUSED_OPS = {
+    "pack_quantized_rows": ("pack_quantized", "quantized_linear"),
+    "quantized_rows": ("pack_quantized", "quantized_linear"),
     "decoder_layer": tuple(op for op in OP_NAMES if op not in NOT_IN_A_LAYER),
+    "norm_experts_add": ("rms_norm", "pack_experts", "experts"),
 }
 
 # Ops that the engine can do without; present where any provider that can run has them.
-OPTIONAL_OPS = ("copy_pages", "pack_quantized_rows", "quantized_rows")
+OPTIONAL_OPS = ("copy_pages",)
 
 
 @dataclass(frozen=True, slots=True)

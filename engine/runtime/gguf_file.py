@@ -67,7 +67,8 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             with path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # Copy on write, though nobody writes: torch wants memory that can be written to.
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise StartError(f"{path}: cannot be read ({error})") from None
         self._at = 0
