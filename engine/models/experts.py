@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...backends.api import ExpertWeights
-from .parameters import Parameters
+from .parameters import Expected, Parameters
 
 if TYPE_CHECKING:
     from .config import ModelConfig, MoEConfig
@@ -50,12 +50,14 @@ class Experts:
         for which, stacked in zip(("gate_up", "down"), moe.stacked, strict=True):
             full_name = f"{name}.{stacked}"
             num, num_out, num_in = self._shapes[which]
-            size = (num, num_in, num_out) if moe.transposed else (num, num_out, num_in)
             put = partial(self._put_stacked, which)
             if single[which]:
-                parameters.expect_instead(full_name, size, put, single[which])
+                parameters.expect_instead(full_name, (num, num_out, num_in), put, single[which])
+            elif moe.transposed:
+                other = None if moe.interleaved else (num, num_out, num_in)
+                parameters.expect(full_name, Expected((num, num_in, num_out), other=other), put)
             else:
-                parameters.expect(full_name, size, put)
+                parameters.expect(full_name, (num, num_out, num_in), put)
             if moe.bias:
                 put = partial(self._put_stacked, f"{which}_bias")
                 parameters.expect(f"{full_name}_bias", (num, num_out), put)
@@ -66,10 +68,11 @@ class Experts:
 
     def _put_stacked(self, which: str, tensor: Tensor) -> None:
         target = self._target(which)
-        if self._moe.transposed:
+        num, *shape = self._shapes[which]
+        if self._moe.transposed and tensor.shape == (num, *reversed(shape)):
             tensor = tensor.transpose(1, -1)  # of a bias, nothing
-            if which.startswith("gate_up"):
-                tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
+        if self._moe.interleaved and which.startswith("gate_up"):
+            tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
         target.copy_(tensor)
         self._loaded(self._moe.num_experts * (2 if which.startswith("gate_up") else 1))
 

@@ -5,6 +5,7 @@ Runs on: gpu.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,6 +25,18 @@ def rope_table(config: RopeConfig, length: int, device: torch.device) -> Rope:
     angles = torch.outer(positions, inverse_frequencies(config, length).to(device))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     return Rope(cos_sin.mul_(config.attention_factor), config.rotary_dim, config.interleaved)
+
+
+@functools.lru_cache(1)
+def query_scales(
+    scaling: tuple[float, int], length: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """[length] factors of queries by position, see `ModelConfig`; None where all of them are 1."""
+    beta, original = scaling
+    if length <= original:
+        return None
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    return (1 + beta * torch.log1p(torch.floor(positions / original))).to(dtype)
 
 
 def inverse_frequencies(config: RopeConfig, length: int) -> Tensor:

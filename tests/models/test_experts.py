@@ -133,6 +133,9 @@ def test_a_router_in_float32_stays_so(checkpoint):
     ("fields", "message"),
     [
         (dict(architectures=["OlmoeForCausalLM"], clip_qkv=8.0), "clip_qkv"),
+        (dict(architectures=["Ernie4_5_MoeForCausalLM"], use_bias=True), "use_bias"),
+        (dict(architectures=["MiniMaxM2ForCausalLM"], rotary_dim=40), "rotary_dim 40 of 32"),
+        (dict(architectures=["DeepseekV2ForCausalLM"], norm_topk_prob=True), "softmax"),
         (dict(architectures=["GptOssForCausalLM"], swiglu_limit=8.0), "swiglu_limit"),
         (dict(architectures=["Glm4MoeForCausalLM"], topk_method="greedy"), "topk_method 'greedy'"),
         (

@@ -72,7 +72,20 @@ GPT_OSS |= dict(initializer_range=0.3)  # that values are clamped
 DEEPSEEK_MOE = MOE | dict(n_routed_experts=8, moe_intermediate_size=48, first_k_dense_replace=1)
 DEEPSEEK_MOE |= dict(n_group=1, topk_group=1)
 GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=False)
+MLA = DEEPSEEK_MOE | dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, v_head_dim=12)
+MLA |= dict(qk_rope_head_dim=8, num_key_value_heads=4)
+DEEPSEEK_YARN = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=32,
+    mscale=0.7,
+    mscale_all_dim=1.2,
+)
+ERNIE_MOE = dict(moe_k=2, moe_num_experts=6, moe_intermediate_size=48, moe_num_shared_experts=1)
 GRANITE_MOE = MOE | GRANITE | dict(num_local_experts=6)
+DELTA_NET = dict(linear_num_key_heads=2, linear_num_value_heads=4, head_dim=24)
+DELTA_NET |= dict(linear_key_head_dim=8, linear_value_head_dim=12, num_hidden_layers=4)
+QWEN_NEXT = QWEN_MOE | DELTA_NET | dict(shared_expert_intermediate_size=40)
 CASES = {
     "llama": ("Llama", {}),
     "llama one kv head, tied": ("Llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
@@ -134,8 +147,62 @@ CASES = {
         "Glm4Moe",
         DEEPSEEK_MOE | GROUPS | dict(use_qk_norm=True, head_dim=24, first_k_dense_replace=0),
     ),
+    "deepseek v2 lite": ("DeepseekV2", MLA | dict(q_lora_rank=None)),
+    "deepseek v2, groups, yarn, biases": (
+        "DeepseekV2",
+        MLA
+        | DEEPSEEK_YARN
+        | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)
+        | dict(routed_scaling_factor=1.5, attention_bias=True, mlp_bias=True),
+    ),
+    "deepseek v3": ("DeepseekV3", MLA | DEEPSEEK_YARN | GROUPS),
+    "deepseek v3, halves rotate, biases, weights renormalized": (
+        "DeepseekV3",
+        MLA | dict(rope_interleave=False, attention_bias=True, q_lora_rank=20),
+    ),
     "granite moe": ("GraniteMoe", GRANITE_MOE),
     "granite moe, shared": ("GraniteMoeShared", GRANITE_MOE | dict(shared_intermediate_size=40)),
+    "minimax m2": (
+        "MiniMaxM2",
+        MOE | dict(num_local_experts=6, head_dim=24) | rope("default", partial_rotary_factor=0.5),
+    ),
+    "ernie 4.5": ("Ernie4_5", dict(head_dim=24, use_bias=True)),
+    "ernie 4.5 moe": ("Ernie4_5_Moe", ERNIE_MOE | dict(moe_num_shared_experts=0)),
+    "ernie 4.5 moe, a range of layers": (
+        "Ernie4_5_Moe",
+        ERNIE_MOE | dict(moe_layer_end_index=3, moe_layer_interval=2, num_hidden_layers=5),
+    ),
+    "seed oss": ("SeedOss", dict(head_dim=24, mlp_bias=True)),
+    "seed oss, bias of the output": (
+        "SeedOss",
+        dict(head_dim=16, attention_bias=False, attention_out_bias=True),
+    ),
+    "exaone4": ("Exaone4", dict(sliding_window=8, num_hidden_layers=5)),
+    "exaone4 without windows": (
+        "Exaone4",
+        dict(sliding_window=None, layer_types=["full_attention"] * 3),
+    ),
+    "ministral3": (
+        "Ministral3",
+        dict(head_dim=24)
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.7,
+        ),
+    ),
+    "qwen3 next": ("Qwen3Next", QWEN_NEXT),
+    "qwen3 next, a dense layer, other layers attend, biases": (
+        "Qwen3Next",
+        QWEN_NEXT
+        | dict(mlp_only_layers=[1], attention_bias=True, linear_conv_kernel_dim=3)
+        | dict(layer_types=["full_attention", "linear_attention"] * 2, norm_topk_prob=False),
+    ),
+    "qwen3.5": ("Qwen3_5", DELTA_NET | dict(linear_num_value_heads=2)),
+    "qwen3.5 moe": ("Qwen3_5Moe", QWEN_NEXT | {"norm_topk_prob": None}),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma2 without softcaps, untied": (
         "Gemma2",
@@ -236,7 +303,8 @@ def test_logits_and_greedy_tokens(case, tmp_path, make_hf_model, loop, float32_m
         again = loop(model, len(prompts), longest, page_size).greedy(prompts, num_new, chunk)
         assert again == outputs
     hit = loop(model, 2, longest)
-    hit.step([(0, texts[0][:40])])
+    hit.step([(0, texts[0][:30])])  # ten pages, where a state is kept, too
+    hit.step([(0, texts[0][30:40])])
     start = hit.hit(1, 0, 10)
     (row,) = hit.step([(1, texts[0][start:])])
     torch.testing.assert_close(row, ours[0][start:], rtol=0, atol=1e-4)
@@ -348,7 +416,18 @@ def test_which_families_run_as_fused_layers(shape, loop):
         has_mlp = config.num_layers - (sum(config.moe.layers) if config.moe else 0)
         fused[family] = len(calls) == has_mlp
     unfused = {family for family, is_fused in fused.items() if not is_fused}
-    assert unfused == {"Olmo2", "Olmo3", "Cohere", "Cohere2", "Starcoder2", "StableLm"}
+    assert unfused == {
+        "Olmo2",
+        "Olmo3",
+        "Exaone4",
+        "Cohere",
+        "Cohere2",
+        "Starcoder2",
+        "StableLm",
+        "Ministral3",
+        "DeepseekV2",
+        "DeepseekV3",
+    }
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])  # untied, tied
@@ -433,7 +512,17 @@ def test_older_config_files_mean_the_same(case, fields, tmp_path, make_hf_model)
 
 def test_every_architecture_is_tested():
     tested = {f"{family}ForCausalLM" for family, _ in CASES.values()}
-    assert tested | {"Gemma3ForConditionalGeneration"} == set(BY_ARCHITECTURE)
+    with_images = {a for a in BY_ARCHITECTURE if a.endswith("ForConditionalGeneration")}
+    assert tested | with_images == set(BY_ARCHITECTURE)  # those are in test_vision_models.py
+
+
+ALWAYS_SAID = {  # by published configs: defaults are odd, or none
+    "Glm4Moe": ("head_dim",),
+    "DeepseekV2": ("num_experts_per_tok",),
+    "Ernie4_5": ("head_dim", "num_key_value_heads"),
+    "Ernie4_5_Moe": ("num_key_value_heads",),
+    "Ministral3": ("rope_parameters",),
+}
 
 
 def test_defaults_are_those_of_transformers():
@@ -442,12 +531,12 @@ def test_defaults_are_those_of_transformers():
         full = config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         needed += ("num_attention_heads", "architectures")
-        if family == "Glm4Moe":  # published ones always say it; by the default, odd sizes rotate
-            full["head_dim"] = 128
-            needed += ("head_dim",)
+        full |= {"Glm4Moe": {"head_dim": 128}, "DeepseekV2": {"num_experts_per_tok": 6}}.get(
+            family, {}
+        )
+        if family in ALWAYS_SAID or family.startswith("Qwen"):
+            needed += ALWAYS_SAID.get(family, ("num_key_value_heads",))
         short = {key: full[key] for key in needed}
-        if family.startswith("Qwen"):  # published configs always say it; its default is odd
-            short["num_key_value_heads"] = full["num_key_value_heads"]
         assert parse_config(short) == parse_config(full), family
 
 

@@ -36,9 +36,11 @@ def sigmoid_experts(config: ModelConfig, hf: Fields) -> MoEConfig:
     return replace(experts(config, hf, router), correction_bias="gate.e_score_correction_bias")
 
 
-def further_layers(config: ModelConfig, hf: Fields) -> tuple[str, ...]:
+def further_layers(
+    config: ModelConfig, hf: Fields, number: str = "num_nextn_predict_layers"
+) -> tuple[str, ...]:
     """Names of the layers behind the last, of which each predicts one token more."""
-    last = config.num_layers + hf.count("num_nextn_predict_layers")
+    last = config.num_layers + hf.count(number)
     return tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))
 
 

@@ -30,6 +30,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
             gate_bias=True,
             projections=(),
             transposed=True,
+            interleaved=True,
             bias=True,
             activation="swiglu_clamped",
         ),

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on q, k and v; a sliding window on the upper layers where asked for.
+"""Qwen 2 and 2.5, and of their VL the language model: biases, windows on the upper layers.
 
 Runs on: any (pure).
 """
@@ -25,9 +25,11 @@ def upper_windows(hf: Fields, num_layers: int) -> tuple[int | None, ...]:
 DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
 FAMILY = Family(
     "qwen2",
-    ("Qwen2ForCausalLM",),
+    ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     "qwen2",
     refine,
-    "biases of q, k and v, windows on upper layers",
+    "biases of q, k and v, windows on upper layers; images are not read",
     DEFAULTS,
+    ignored=("visual.", "model.visual."),
+    renamed={"model.language_model.": "model."},
 )

@@ -1,4 +1,4 @@
-"""Qwen 3, dense: RMS norms over each head of q and k, an explicit head_dim.
+"""Qwen 3, dense, and the language model of Qwen3-VL: RMS norms over each head of q and k.
 
 Runs on: any (pure).
 """
@@ -23,9 +23,11 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 
 FAMILY = Family(
     "qwen3",
-    ("Qwen3ForCausalLM",),
+    ("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
     "qwen3",
     refine,
-    "norms of q and k, windows on upper layers",
+    "norms of q and k, windows on upper layers; images are not read",
     {"head_dim": 128, **DEFAULTS},
+    ignored=("visual.", "model.visual."),
+    renamed={"model.language_model.": "model."},
 )
