@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..backends import registry
-from ..backends.api import BackendError
+from ..backends.api import BackendError, MLASpec
 from .api.config import EngineConfig
 from .api.errors import StartError
 from .core.budget import StepCost
@@ -100,6 +100,14 @@ class Builder:
         self.model_name = self.files.name
         self.vocab_size = self.files.config.vocab_size
         self.default_sampling: dict[str, Any] = dict(self.files.generation)
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """Op to the provider that --attention-backend asks for. Needs `find_files`."""
+        asked = self.config.attention_backend
+        is_latent = self.files.config.latent is not None
+        ops = ("mla_attend", "mla_attend_dense") if is_latent else ("attend",)
+        return {} if asked is None else dict.fromkeys(ops, asked)
 
     def load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """Tokenizer and chat template. Raises StartError."""
@@ -205,7 +213,7 @@ class Builder:
             num_states=self.config.max_running_requests + 1,
         )
         steps: list[Callable[[], None]] = [partial(runner.walk, self._chunk)]
-        steps += backend.warm_steps(_kinds(model), self._dtype, self._page_size)
+        steps += backend.warm_steps(_all_kinds(model), self._dtype, self._page_size)
         if not self.config.disable_graphs:
             runner.capture(self._graph_rows, self._chunk)
         return steps + captured
@@ -230,7 +238,7 @@ class Builder:
         """Compile and load kernels while weights come."""
         if self._ahead is not None:
             self._ahead.wait()
-        backend.warm(_kinds(model), self._dtype, self._page_size)
+        backend.warm(_all_kinds(model), self._dtype, self._page_size)
 
     def _runner(
         self, backend: Backend, model: Decoder, num_pages: int, *, num_states: int
@@ -313,11 +321,8 @@ class Builder:
         return StepLog(Path(config.step_log), engine, is_async=is_async)
 
     def _backend(self) -> Backend:
-        overrides = {}
-        if self.config.attention_backend is not None:
-            overrides["attend"] = self.config.attention_backend
         try:
-            backend = registry.select(self.config.backend, overrides)
+            backend = registry.select(self.config.backend, self.overrides)
         except BackendError as error:
             raise StartError(str(error)) from None
         if hasattr(backend.runtime, "set_threads"):
@@ -416,8 +421,13 @@ def build_modules(config: EngineConfig) -> list[str]:
 
 def _kinds(model: Decoder) -> list[AttentionSpec]:
     """One attention layer of each kind."""
-    kinds = {(s.window, s.softcap, s.head_dim): s for s in model.attention_specs}
-    return list(kinds.values())
+    specs = [s for s in model.attention_specs if not isinstance(s, MLASpec)]
+    return list({(s.window, s.softcap, s.head_dim): s for s in specs}.values())
+
+
+def _all_kinds(model: Decoder) -> list[AttentionSpec | MLASpec]:
+    """The same with latent ones."""
+    return [*_kinds(model), *{s for s in model.attention_specs if isinstance(s, MLASpec)}]
 
 
 def check_each_step(config: EngineConfig) -> bool:

@@ -162,10 +162,9 @@ def find_jobs(config: EngineConfig, device: Device) -> list[Job]:
     torch._dynamo = sys.modules["torch._dynamo"] = stub
     runtime = cuda.AbsentCuda((device.major, device.minor), device.num_cores)
     with collect(TARGETS[f"sm_{device.major}{device.minor}"]) as found, torch.inference_mode():
-        overrides = {} if config.attention_backend is None else {"attend": config.attention_backend}
         builder = Builder(config.model_copy(update={"load_format": "dummy"}))
         builder.find_files()
-        backend = registry.assemble(cuda, runtime, overrides)
+        backend = registry.assemble(cuda, runtime, builder.overrides)
         for step in builder.walk(backend, runtime.captured):
             step()
     return sorted(found.values(), key=lambda job: -len(job.source.fn.src))

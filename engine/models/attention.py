@@ -38,6 +38,7 @@ class Attention:
         self.spec = AttentionSpec(
             heads, kv_heads, dim, config.attention_scale, window, config.attention_softcap, sinks
         )
+        self.kv_shape = (kv_heads, dim, dim)
         self.rope = rope
         self._eps = config.norm_eps
         self._ops = parameters.ops

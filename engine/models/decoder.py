@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends.api import AttentionSpec, LayerWeights, Rope
+from ...backends.api import AttentionSpec, LayerWeights, MLASpec, Rope
 from .attention import Attention
+from .latent import LatentAttention
 from .linear import Linear
 from .mlp import MLP, MixtureOfExperts
 from .norms import NORMS, LayerNorm, RMSNorm, weight_of
@@ -65,7 +66,12 @@ class DecoderLayer:
         parameters: Parameters,
     ):
         self._ops, self._dtype, self._config = parameters.ops, parameters.dtype, config
-        self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
+        self.attention: Attention | LatentAttention
+        if config.latent is None:
+            self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
+        else:
+            assert rope is not None
+            self.attention = LatentAttention(f"{name}.self_attn", config, rope, parameters)
         self._mlp: MLP | MixtureOfExperts
         if moe is None:
             self._mlp = MLP(f"{name}.mlp", config, parameters)
@@ -85,7 +91,8 @@ class DecoderLayer:
         attention, mlp = self.attention, self._mlp
         before, after, before_mlp, after_mlp = self._norms
         if (
-            self._config.qk_norm in (None, "head")
+            isinstance(attention, Attention)
+            and self._config.qk_norm in (None, "head")
             and isinstance(mlp, MLP)
             and mlp.is_gated
             and isinstance(before, RMSNorm)
@@ -202,14 +209,14 @@ class Decoder:
             )
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
+    def attention_specs(self) -> list[AttentionSpec | MLASpec]:
         """What each layer's attention does."""
         return [layer.attention.spec for layer in self._layers]
 
     @property
-    def kv_spec(self) -> list[tuple[int, int]]:
-        """(num_kv_heads, head_dim) of each layer."""
-        return [(s.num_kv_heads, s.head_dim) for s in self.attention_specs]
+    def kv_spec(self) -> list[tuple[int, int, int]]:
+        """(num_kv_heads, key_dim, value_dim) of each layer."""
+        return [layer.attention.kv_shape for layer in self._layers]
 
     @property
     def state_spec(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

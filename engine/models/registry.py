@@ -15,6 +15,8 @@ from .decoder import Decoder
 from .families import (
     cohere,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     glm4,
@@ -71,6 +73,8 @@ FAMILIES = {
         cohere2,
         starcoder2,
         stablelm,
+        deepseek_v2,
+        deepseek_v3,
     )
 }  # in the order that errors list them
 BY_ARCHITECTURE = {a: f for f in FAMILIES.values() for a in f.architectures}

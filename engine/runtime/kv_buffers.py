@@ -12,14 +12,16 @@ from torch import Tensor
 
 from ...backends.api import LayerCache, LayerState
 
-KVSpec = list[tuple[int, int]]  # a layer's (num_kv_heads, head_dim)
+# A layer's (num_kv_heads, key_dim, value_dim); with latent attention the value is part of the key,
+# and has no dimension of its own.
+KVSpec = list[tuple[int, int, int]]
 # Layers with a recurrent state, by number: the shapes of LayerState's conv and recurrent, of a row.
 StateSpec = Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def bytes_per_token(kv_spec: KVSpec, dtype: torch.dtype) -> int:
     """Bytes that one token's keys and values take over all layers."""
-    return sum(2 * heads * dim for heads, dim in kv_spec) * dtype.itemsize
+    return sum(heads * (key + value) for heads, key, value in kv_spec) * dtype.itemsize
 
 
 def allocate(
@@ -35,7 +37,7 @@ def allocate(
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
-    return [LayerCache(zeros(heads, dim), zeros(heads, dim)) for heads, dim in kv_spec]
+    return [LayerCache(zeros(heads, key), zeros(heads, value)) for heads, key, value in kv_spec]
 
 
 def bytes_per_state(state_spec: StateSpec, dtype: torch.dtype) -> int:

@@ -37,8 +37,8 @@ class Loop:
         random.Random(0).shuffle(pages)
         self.block_table = torch.tensor(pages, dtype=torch.int32).view(num_slots, max_pages)
         self.caches = [
-            LayerCache(*(torch.zeros(len(pages), page_size, h, d, dtype=dtype) for _ in "kv"))
-            for h, d in model.kv_spec
+            LayerCache(*(torch.zeros(len(pages), page_size, h, d, dtype=dtype) for d in dims))
+            for h, *dims in model.kv_spec
         ]
         self.lens = [0] * num_slots
 

@@ -23,7 +23,7 @@ class HashModel:
     vocab_size = VOCAB
 
     def __init__(self):
-        self.kv_spec = [(1, 8)]
+        self.kv_spec = [(1, 8, 8)]
         self.state_spec = {0: ((1, 2), (1, 1, 1))}  # the last two tokens; the hash
 
     def forward(self, tokens, meta, caches):
@@ -140,7 +140,7 @@ def test_tokens_are_those_of_a_prompt_alone(overlap, options):
 
 
 def test_with_states_puts_them_between_the_pools():
-    pools = kv_buffers.allocate([(1, 8), (2, 8)], 3, 4, torch.float32, torch.device("cpu"))
+    pools = kv_buffers.allocate([(1, 8, 8), (2, 8, 8)], 3, 4, torch.float32, torch.device("cpu"))
     spec = {0: ((2, 3), (4, 5, 6)), 2: ((2, 3), (4, 5, 6)), 3: ((1, 1), (1, 1, 1))}
     caches = kv_buffers.with_states(pools, spec, 7, torch.bfloat16, torch.device("cpu"))
     assert [isinstance(cache, LayerState) for cache in caches] == [True, False, True, True, False]
