@@ -15,9 +15,11 @@ from torch import Tensor
 from .experts import Experts
 from .linear import Linear
 from .parameters import Parameters
+from .quantized_experts import QuantizedExperts
 
 if TYPE_CHECKING:
     from .config import ModelConfig, MoEConfig, SharedExpert
+    from .norms import RMSNorm
 
 
 class MLP:
@@ -82,7 +84,8 @@ class Router:
             if moe.gate_bias:
                 self._expect(f"{name}.bias", (rows,))
         if correction_bias is not None:
-            self._correction = parameters.keep(correction_bias, (moe.num_experts,))
+            num = moe.num_experts
+            self._correction = parameters.keep(correction_bias, (num,), other=(1, num))
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         self._parts[name] = None
@@ -93,7 +96,8 @@ class Router:
         tensors = [t for t in self._parts.values() if t is not None]
         if len(tensors) < len(self._parts):
             return
-        if any(not torch.equal(t.to(self._dtype).to(t.dtype), t) for t in tensors):
+        others = [t for t in tensors if t.dtype != self._dtype]
+        if any(not torch.equal(t.to(self._dtype).to(t.dtype), t) for t in others):
             self._dtype = torch.float32
         weights = [t.to(self._dtype) for t in tensors if t.dim() == 2]
         biases = [t.to(self._dtype) for t in tensors if t.dim() == 1]
@@ -109,7 +113,18 @@ class Router:
             Expert ids and weights, [num_tokens, top_k] each, and the logits of what else is gated,
             float32 [num_tokens, 0 or 1].
         """
-        logits = self._ops.linear(x.to(self._dtype), self._packed, torch.float32)
+        return self._choose(self._ops.linear(x.to(self._dtype), self._packed, torch.float32))
+
+    @property
+    def takes_residual(self) -> bool:
+        """Whether `of_norm` can serve: the weight is of the model's type."""
+        return self._dtype == self._parameters.dtype
+
+    def of_norm(self, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of a norm of the residual [num_tokens, hidden]."""
+        return self._choose(norm.linear(residual, self._packed, torch.float32))
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_experts = self._moe.num_experts
         ids, weights = self._ops.route(logits[:, :num_experts], self._moe.router, self._correction)
         return ids, weights, logits[:, num_experts:]
@@ -129,10 +144,30 @@ class MixtureOfExperts:
             parts[f"{layer}.{shared.gate}"] = 1
         correction = None if moe.correction_bias is None else f"{name}.{moe.correction_bias}"
         self._router = Router(parts, config.hidden_size, moe, correction, parameters)
-        self.experts = Experts(name, config, moe, parameters)
+        first = f"experts.0.{moe.projections[0]}" if moe.projections else "experts"
+        is_plain = parameters.scheme(f"{name}.{first}") is None
+        kind = Experts if is_plain else QuantizedExperts
+        self.experts = kind(name, config, moe, parameters)
         self._shared: MLP | None = None
+        self._ops = parameters.ops
         if shared is not None:
             self._shared = MLP(f"{layer}.{shared.name}", config, parameters, shared)
+
+    @property
+    def can_add(self) -> bool:
+        """Whether `add` can serve; known once all is loaded."""
+        return (
+            self._shared is None
+            and self._router.takes_residual
+            and self.experts.packed is not None
+            and getattr(self._ops, "norm_experts_add", None) is not None
+        )
+
+    def add(self, residual: Tensor, norm: RMSNorm) -> None:
+        """Add the experts of the norm to the residual [num_tokens, hidden], in place."""
+        ids, weights, _ = self._router.of_norm(residual, norm)
+        packed = self.experts.packed
+        self._ops.norm_experts_add(residual, norm.weight, norm.eps, ids, weights, packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] to [num_tokens, hidden]."""

@@ -11,21 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ....backends.api import QuantizedWeight
-from ....backends.quantized import dequantize, pack_nibbles, unpack_nibbles
+from ....backends.quantized import pack_nibbles, unpack_nibbles
 from ..parameters import Expected
-
-if TYPE_CHECKING:
-    from typing import Literal
-
-    Kind = Literal["fp8", "int8", "uint4", "mxfp4", "gguf"]
-
-__all__ = ["Scheme", "concatenate", "dequantize", "grouped", "scalar"]
 
 
 class Scheme(Protocol):
@@ -118,35 +111,32 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         w.kind != first.kind
         or w.gguf_type != first.gguf_type
         or w.activations != first.activations
-        or not _equal(w.input_scale, first.input_scale)
-        or not _equal(w.order, first.order)
+        or not equal(w.input_scale, first.input_scale)
+        or not equal(w.order, first.order)
         or w.shape[:-2] != first.shape[:-2]
         for w in weights
     ):
         return None
-    if first.kind != "gguf":
-        if any(w.block[0] == w.shape[-2] for w in weights):
-            weights = [_by_row(w) for w in weights]
-        block = weights[0].block
-        if any(w.block != block for w in weights):
-            return None
-        if any(w.shape[-2] % block[0] for w in weights[:-1]):
-            return None
+    if any(w.block == w.shape[-2:] for w in weights):
+        weights = [by_row(w) for w in weights]
+    rows, _ = block = weights[0].block
+    if any(w.block != block for w in weights) or any(w.shape[-2] % rows for w in weights[:-1]):
+        return None
     has_offsets = any(w.offsets is not None for w in weights)
-    rows = sum(w.shape[-2] for w in weights)
+    num_out = sum(w.shape[-2] for w in weights)
     return replace(
         weights[0],
         codes=_cat([w.codes for w in weights]),
-        shape=(*first.shape[:-2], rows, first.shape[-1]),
+        shape=(*first.shape[:-2], num_out, first.shape[-1]),
         scales=None if first.scales is None else _cat([w.scales for w in weights]),
         offsets=_cat([_offsets(w) for w in weights]) if has_offsets else None,
     )
 
 
-def _by_row(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same with one scale a row (and block of columns), where all rows share one."""
+def by_row(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same with one scale a row, where the whole weight has one."""
     rows = weight.shape[-2]
-    if weight.block[0] != rows or rows == 1:
+    if weight.block != weight.shape[-2:]:
         return weight
 
     def spread(tensor: Tensor | None) -> Tensor | None:
@@ -169,7 +159,8 @@ def _cat(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([t for t in tensors if t is not None], dim=-2)
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+def equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether they hold the same, or are both None."""
     if a is None or b is None:
         return a is b
     return a.is_meta or torch.equal(a, b)
