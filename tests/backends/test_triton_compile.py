@@ -218,6 +218,7 @@ def test_kernels_compile(target):
         if kernel.name in HAS_DOT and not kernel.is_float32:
             assert kernel.matrix_instructions > 0, kernel
             assert kernel.spilled <= MAX_SPILL, kernel
+    compiled.prove()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -244,6 +245,18 @@ def test_quantized_products_compile(target):
     for kernel in products:
         assert kernel.matrix_instructions > 0, kernel
         assert kernel.spilled <= MAX_SPILL, kernel
+    compiled.prove()
+
+
+def test_small_and_large_pools_are_read_by_other_instructions():
+    """What AMD's compiler makes of pools below 2 GiB and beyond: both are compiled in tests."""
+    spec = AttentionSpec(32, 8, 128, 128**-0.5)
+    with CompileOnly("gfx942") as compiled:
+        for num_pages in (1 << 10, 1 << 17):
+            launch_attention(spec, torch.bfloat16, num_pages=num_pages)
+    for name in ("_decode", "_extend"):
+        small, large = (k.buffer_loads for k in compiled.kernels if k.name == name)
+        assert small > large, name
 
 
 def test_a_tile_that_is_too_large_is_found():
