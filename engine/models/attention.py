@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ...backends.api import AttentionSpec, Rope
@@ -42,7 +43,9 @@ class Attention:
         self.rope = rope
         self._eps = config.norm_eps
         self._ops = parameters.ops
-        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self._has_gate = config.output_gate
+        q_size = (2 if config.output_gate else 1) * heads * dim
+        sizes = {"q_proj": q_size, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         if config.fused_qkv:
             sizes = {"qkv_proj": sum(sizes.values())}
         self.qkv = Linear(
@@ -78,6 +81,12 @@ class Attention:
         Returns:
             [num_tokens, num_heads * head_dim].
         """
+        gate = None
+        if self._has_gate:
+            heads, dim = self.spec.num_heads, self.spec.head_dim
+            by_head = qkv.unflatten(1, (-1, dim))  # each query is followed by its gate
+            q, gate = by_head[:, : 2 * heads].unflatten(1, (heads, 2)).unbind(2)
+            qkv = torch.cat((q, by_head[:, 2 * heads :]), dim=1).flatten(1)
         for part, norm in self._norms_before:
             qkv[:, part] = norm(qkv[:, part])
         q = self._ops.write_qkv(
@@ -90,4 +99,7 @@ class Attention:
             weight_of(self.k_norm),
             self._eps,
         )
-        return self._ops.attend(q, meta, cache, self.spec)
+        out = self._ops.attend(q, meta, cache, self.spec)
+        if gate is None:
+            return out
+        return out.view_as(gate).mul_(gate.sigmoid()).flatten(1)

@@ -130,6 +130,35 @@ class LatentConfig:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Gated delta nets in place of attention (Yang et al. 2024).
+
+    Attributes:
+        num_key_heads, num_value_heads: each of the former serves some of the latter.
+        key_dim, value_dim: of a head.
+        kernel_size: of the convolution of q, k and v.
+        layers: per layer whether it is one.
+        interleaved: q, k, v and z are in one tensor, a key head's next to each other, and b and a
+            in another (Qwen 3 Next); else all q, k and v in one, z, b and a in one each.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    layers: tuple[bool, ...]
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise StartError(
+                f"model config: {self.num_value_heads} value heads are no multiple of "
+                f"{self.num_key_heads} key heads"
+            )
+
+
 class LayerNorms(NamedTuple):
     """Names of a layer's norms; None where there is no norm."""
 
@@ -164,6 +193,8 @@ class ModelConfig:
         parallel: attention and MLP have the same input, and both are added to it.
         qk_norm: RMS norms of q and k over each head ("head") or over all heads at once
             ("projection"), or layer norms with a weight for each head ("each_head").
+        output_gate: what attention gives is multiplied by the sigmoid of a gate, which q_proj has
+            behind each head's query.
         qk_norm_names: of those norms; "{head}" where each head has a tensor of its own.
         embed_scale: multiplies embeddings.
         round_embed_scale: it is rounded to the model's type first (Gemma).
@@ -172,6 +203,7 @@ class ModelConfig:
         moe: None where every layer has one MLP.
         latent: latent attention in place of grouped queries; then head_dim is that of a query, and
             `rope` is of its part that rotates.
+        delta_net: gated delta nets in some layers.
         unread: prefixes of tensors that are left unread: layers that predict further tokens.
         quantization: how linears are kept; None where all are floats.
     """
@@ -210,12 +242,14 @@ class ModelConfig:
     parallel: bool = False
     qk_norm: Literal["head", "each_head", "projection"] | None = None
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    output_gate: bool = False
     embed_scale: float | None = None
     round_embed_scale: bool = False
     logit_scale: float | None = None
     logit_softcap: float | None = None
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     unread: tuple[str, ...] = ()
     quantization: QuantConfig | None = None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...backends.api import AttentionSpec, LayerWeights, MLASpec, Rope
 from .attention import Attention
+from .delta_net import DeltaNet
 from .latent import LatentAttention
 from .linear import Linear
 from .mlp import MLP, MixtureOfExperts
@@ -26,7 +27,7 @@ from .rope import rope_table
 
 if TYPE_CHECKING:
     from ...backends.api import BatchMeta, LayerCache, Ops
-    from .config import ModelConfig, MoEConfig
+    from .config import DeltaNetConfig, ModelConfig, MoEConfig
 
 
 class Embedding:
@@ -54,6 +55,7 @@ class DecoderLayer:
 
     Args:
         moe: the experts that take the MLP's place, or None.
+        delta_net: the recurrence that takes attention's place, or None.
     """
 
     def __init__(
@@ -63,11 +65,14 @@ class DecoderLayer:
         window: int | None,
         rope: Rope | None,
         moe: MoEConfig | None,
+        delta_net: DeltaNetConfig | None,
         parameters: Parameters,
     ):
         self._ops, self._dtype, self._config = parameters.ops, parameters.dtype, config
-        self.attention: Attention | LatentAttention
-        if config.latent is None:
+        self.attention: Attention | LatentAttention | DeltaNet
+        if delta_net is not None:
+            self.attention = DeltaNet(f"{name}.linear_attn", config, delta_net, parameters)
+        elif config.latent is None:
             self.attention = Attention(f"{name}.self_attn", config, window, rope, parameters)
         else:
             assert rope is not None
@@ -89,10 +94,13 @@ class DecoderLayer:
     def finish(self) -> None:
         """Collect the weights, once all are loaded."""
         attention, mlp = self.attention, self._mlp
+        if isinstance(attention, DeltaNet):
+            attention.finish()
         before, after, before_mlp, after_mlp = self._norms
         if (
             isinstance(attention, Attention)
             and self._config.qk_norm in (None, "head")
+            and not self._config.output_gate
             and isinstance(mlp, MLP)
             and mlp.is_gated
             and isinstance(before, RMSNorm)
@@ -119,12 +127,13 @@ class DecoderLayer:
             self._whole = getattr(self._ops, "decoder_layer", None)
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: LayerCache
+        self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: Any
     ) -> Tensor | None:
         """Add the layer to the residual stream [num_tokens, hidden], in place.
 
         Args:
             x: [num_tokens, hidden] what the layer before left to be added first, or None.
+            cache: its LayerCache, or its LayerState.
 
         Returns:
             What is left to be added: a sum that is cheaper together with the next norm.
@@ -188,6 +197,7 @@ class Decoder:
         rope = local_rope = rope_table(config.rope, length, device)
         if config.local_rope is not None:
             local_rope = rope_table(config.local_rope, length, device)
+        delta_net = config.delta_net
         rotates = config.rotates or (True,) * config.num_layers
         self._layers = [
             DecoderLayer(
@@ -196,6 +206,7 @@ class Decoder:
                 window,
                 (rope if window is None else local_rope) if rotates[layer] else None,
                 config.moe if config.moe is not None and config.moe.layers[layer] else None,
+                delta_net if delta_net is not None and delta_net.layers[layer] else None,
                 parameters,
             )
             for layer, window in enumerate(config.windows)
@@ -210,18 +221,22 @@ class Decoder:
 
     @property
     def attention_specs(self) -> list[AttentionSpec | MLASpec]:
-        """What each layer's attention does."""
-        return [layer.attention.spec for layer in self._layers]
+        """What the attention of each layer that has it does."""
+        return [a.spec for a in self._mixers if not isinstance(a, DeltaNet)]
 
     @property
     def kv_spec(self) -> list[tuple[int, int, int]]:
-        """(num_kv_heads, key_dim, value_dim) of each layer."""
-        return [layer.attention.kv_shape for layer in self._layers]
+        """(num_kv_heads, key_dim, value_dim) of each layer with attention."""
+        return [a.kv_shape for a in self._mixers if not isinstance(a, DeltaNet)]
 
     @property
     def state_spec(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Layers with a LayerState instead: number to the shapes of conv and recurrent, a row."""
-        return {}
+        return {i: a.state_shapes for i, a in enumerate(self._mixers) if isinstance(a, DeltaNet)}
+
+    @property
+    def _mixers(self) -> list[Attention | LatentAttention | DeltaNet]:
+        return [layer.attention for layer in self._layers]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take all tensors, in any order; each is copied or packed before the next is asked for.
@@ -235,8 +250,10 @@ class Decoder:
         if self._head is None:
             self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
 
-    def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[LayerCache]) -> Tensor:
+    def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[Any]) -> Tensor:
         """Hidden states [num_tokens, hidden] of new tokens int64 [num_tokens], not yet normed.
+
+        Each layer has a LayerCache or a LayerState.
 
         They are float32 where the ops want the residual stream so, else of the model's type.
         """

@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 
-from stoker.backends.api import BatchMeta, LayerCache
+from stoker.backends.api import BatchMeta, LayerCache, LayerState
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.registry import build
+from stoker.engine.runtime.kv_buffers import with_states
 
 SHAPE = dict(
     vocab_size=300,
@@ -40,12 +41,28 @@ class Loop:
             LayerCache(*(torch.zeros(len(pages), page_size, h, d, dtype=dtype) for d in dims))
             for h, *dims in model.kv_spec
         ]
+        self.caches = with_states(
+            self.caches, model.state_spec, num_slots, dtype, torch.device("cpu")
+        )
         self.lens = [0] * num_slots
+        self._snapshots: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    @property
+    def _states(self) -> list[torch.Tensor]:
+        return [x for cache in self.caches if isinstance(cache, LayerState) for x in cache]
 
     def hit(self, slot: int, other: int, num_pages: int) -> int:
-        """A slot begins with another's first pages; how many tokens those are."""
+        """A slot begins with another's first pages; how many tokens those are.
+
+        If the model has states, the other's last step must have ended there.
+        """
         self.block_table[slot, :num_pages] = self.block_table[other, :num_pages]
         self.lens[slot] = num_pages * self.page_size
+        if self._states:
+            for state, kept in zip(
+                self._states, self._snapshots[other, self.lens[slot]], strict=True
+            ):
+                state[slot] = kept
         return self.lens[slot]
 
     @torch.inference_mode()
@@ -83,6 +100,9 @@ class Loop:
         )
         tokens = torch.tensor([t for _, row in rows for t in row])
         hidden = self.model.forward(tokens, meta, self.caches)
+        for slot, _ in rows:
+            kept = [state[slot].clone() for state in self._states]
+            self._snapshots[slot, self.lens[slot]] = kept
         logits = self.model.logits(hidden).split([int(n) for n in q_lens])
         by_slot = {slot: x for (slot, _), x in zip(rows, logits, strict=True)}
         return [by_slot[slot] for slot in sorted(by_slot)]
@@ -142,7 +162,8 @@ def make_hf_model():
 
 def hf_model(family: str, fields: dict) -> torch.nn.Module:
     """Random, with norms and biases that matter, and answers that are not ties."""
-    config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
+    is_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    config_class = getattr(transformers, f"{family}{'Text' * is_text}Config")
     config = config_class(**(SHAPE | fields), bos_token_id=1, eos_token_id=2, pad_token_id=0)
     config._attn_implementation = "eager"
     torch.manual_seed(0)

@@ -86,6 +86,11 @@ GRANITE_MOE = MOE | GRANITE | dict(num_local_experts=6)
 DELTA_NET = dict(linear_num_key_heads=2, linear_num_value_heads=4, head_dim=24)
 DELTA_NET |= dict(linear_key_head_dim=8, linear_value_head_dim=12, num_hidden_layers=4)
 QWEN_NEXT = QWEN_MOE | DELTA_NET | dict(shared_expert_intermediate_size=40)
+DELTA_NET = dict(linear_num_key_heads=2, linear_num_value_heads=4, head_dim=24)
+DELTA_NET |= dict(linear_key_head_dim=8, linear_value_head_dim=12, num_hidden_layers=4)
+DELTA_NET |= dict(rms_norm_eps=1e-3)  # the gated norm blows up the rounding of small values
+QWEN_NEXT = MOE | DELTA_NET | dict(num_experts=16, moe_intermediate_size=48)
+QWEN_NEXT |= dict(shared_expert_intermediate_size=40)
 CASES = {
     "llama": ("Llama", {}),
     "llama one kv head, tied": ("Llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
@@ -203,6 +208,15 @@ CASES = {
     ),
     "qwen3.5": ("Qwen3_5", DELTA_NET | dict(linear_num_value_heads=2)),
     "qwen3.5 moe": ("Qwen3_5Moe", QWEN_NEXT | {"norm_topk_prob": None}),
+    "qwen3 next": ("Qwen3Next", QWEN_NEXT),
+    "qwen3 next, a dense layer, other layers attend, biases": (
+        "Qwen3Next",
+        QWEN_NEXT
+        | dict(mlp_only_layers=[1], attention_bias=True, linear_conv_kernel_dim=3)
+        | dict(layer_types=["full_attention", "linear_attention"] * 2, norm_topk_prob=False),
+    ),
+    "qwen3.5": ("Qwen3_5", DELTA_NET | dict(linear_num_value_heads=2)),
+    "qwen3.5 moe": ("Qwen3_5Moe", QWEN_NEXT),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma2 without softcaps, untied": (
         "Gemma2",
@@ -425,6 +439,7 @@ def test_which_families_run_as_fused_layers(shape, loop):
         "Starcoder2",
         "StableLm",
         "Ministral3",
+        "Qwen3_5",
         "DeepseekV2",
         "DeepseekV3",
     }
@@ -527,7 +542,8 @@ ALWAYS_SAID = {  # by published configs: defaults are odd, or none
 
 def test_defaults_are_those_of_transformers():
     for family in sorted({family for family, _ in CASES.values()}):
-        config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")()
+        is_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+        config = getattr(transformers, f"{family}{'Text' * is_text}Config")()
         full = config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         needed += ("num_attention_heads", "architectures")
@@ -536,7 +552,7 @@ def test_defaults_are_those_of_transformers():
         )
         if family in ALWAYS_SAID or family.startswith("Qwen"):
             needed += ALWAYS_SAID.get(family, ("num_key_value_heads",))
-        short = {key: full[key] for key in needed}
+        short = {key: full[key] for key in needed if key in full}
         assert parse_config(short) == parse_config(full), family
 
 

@@ -1,0 +1,29 @@
+"""Qwen 3.5 with experts (35B-A3B), the language model.
+
+Runs on: any (pure).
+"""
+
+from ..config import Family, Fields, ModelConfig
+from . import qwen3_next
+from .qwen3_5 import IGNORED, RENAMED
+from .qwen3_next import DEFAULTS, MOE_DEFAULTS, hybrid
+
+
+def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
+    """Qwen 3 Next's experts, in every layer, with weights that always are renormalized."""
+    config = qwen3_next.refine(config, hf)
+    return hybrid(config, hf, interleaved=False)
+
+
+FAMILY = Family(
+    "qwen3_5_moe",
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    None,
+    refine,
+    "gated delta nets, gated attention in every fourth layer, experts beside a gated shared one",
+    {**DEFAULTS, **MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
+    | {"intermediate_size": 1},  # of MLPs, which there are not
+    ignored=IGNORED,
+    renamed=RENAMED,
+    partial_rotary=True,
+)
