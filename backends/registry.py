@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from . import labels
 from .api import BackendError, MLASpec
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class Row(NamedTuple):
     op: str
     provider: str
     reason: str  # "" for what is used, else why it is not
+    labels: str  # how far it was verified, see labels.py
 
 
 def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Backend:
@@ -205,6 +207,8 @@ def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Ba
         except BackendError as error:
             reasons.append(str(error))
         else:
+            why = "".join(f"; {reason}" for reason in reasons)
+            logger.info("backend %s on %s%s", record.name, runtime.description, why)
             return assemble(module, runtime, overrides or {})
     raise BackendError("no backend can run: " + "; ".join(reasons))
 
@@ -234,12 +238,13 @@ def describe() -> list[Row]:
         try:
             module, runtime = _open(record)
         except BackendError as error:
-            table.append(Row(record.name, "", "", "", str(error)))
+            table.append(Row(record.name, "", "", "", str(error), ""))
             continue
         for choice in assemble(module, runtime, {}).choices.values():
-            for provider, reason in choice.passed_over.items():
-                table.append(Row(record.name, runtime.description, choice.op, provider, reason))
-            table.append(Row(record.name, runtime.description, choice.op, choice.provider, ""))
+            for provider, reason in {**choice.passed_over, choice.provider: ""}.items():
+                verified = ", ".join(labels.of(record.name, choice.op, provider))
+                row = (record.name, runtime.description, choice.op, provider, reason, verified)
+                table.append(Row(*row))
     return table
 
 

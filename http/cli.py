@@ -236,8 +236,8 @@ def _backends(_: argparse.Namespace) -> None:
             console.print(row.reason, highlight=False, soft_wrap=True)
             continue
         name = f"backend {row.backend} on {row.device}"
-        table = tables.setdefault(name, Table("op", "provider", "state", title_justify="left"))
-        table.add_row(row.op, row.provider, row.reason or "used")
+        table = tables.setdefault(name, Table("op", "provider", "state", "verified"))
+        table.add_row(row.op, row.provider, row.reason or "used", row.labels)
     for name, table in tables.items():
         console.print(name, highlight=False, soft_wrap=True)
         console.print(table)

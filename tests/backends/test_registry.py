@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from stoker.backends import registry
+from stoker.backends import labels, registry
 from stoker.backends.api import BackendError
 from stoker.backends.registry import FUSED_OPS, OP_NAMES, BackendModule
 
@@ -148,11 +148,24 @@ def test_no_backend_at_all_names_every_reason(backends, monkeypatch):
 
 def test_describe_has_a_row_for_every_op_and_reason(backends):
     rows = registry.describe()
-    assert ("one", "", "", "", "backend one cannot run here: there is no such device") in rows
-    assert ("three", "a three device", "attend", "fast", "") in rows
-    assert ("four", "a four device", "attend", "fast", "its library is missing") in rows
+    assert ("one", "", "", "", "backend one cannot run here: there is no such device", "") in rows
+    assert ("three", "a three device", "attend", "fast", "", "") in rows
+    assert ("four", "a four device", "attend", "fast", "its library is missing", "") in rows
     used = [row.op for row in rows if row.backend == "four" and not row.reason]
     assert sorted(used) == sorted(OP_NAMES)
+
+
+def test_labels_are_those_of_the_committed_table(monkeypatch):
+    monkeypatch.setattr(labels, "load", lambda: {"cpu": {"attend": {"native": ["ran"]}}})
+    rows = [row for row in registry.describe() if row.backend == "cpu" and row.labels]
+    assert [(row.op, row.provider, row.labels) for row in rows] == [("attend", "native", "ran")]
+
+
+def test_auto_says_why(backends, caplog):
+    with caplog.at_level("INFO", "stoker.backends.registry"):
+        registry.select("auto")
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "stoker.backends.registry"]
+    assert line.startswith("backend three on a three device; backend one cannot run here: there is")
 
 
 def test_the_cpu_backend_has_every_op():
