@@ -31,7 +31,7 @@ def allocate(
 
     def zeros(heads: int, dim: int) -> Tensor:
         shape = (num_pages, page_size, heads, dim)
-        if device.type != "cpu":
+        if device.type != "cpu" or not dim:
             return torch.zeros(shape, dtype=dtype, device=device)
         # numpy's zeros take no memory before they are written to; torch's are written at once.
         num_bytes = math.prod(shape) * dtype.itemsize

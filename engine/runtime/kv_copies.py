@@ -58,7 +58,8 @@ class RecordLayout:
         offset = HEADER_BYTES
         for cache in caches:
             for pool in cache:
-                rows = pool.view(torch.uint8).view(pool.shape[0], -1)
+                # Latent attention's values are empty.
+                rows = pool.flatten(1).view(torch.uint8)
                 self.parts.append((rows, offset))
                 offset += rows.shape[1]
         self.record_bytes = -(-offset // ALIGN) * ALIGN
