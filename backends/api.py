@@ -389,7 +389,10 @@ class Ops(Protocol):
     def quantized_linear(
         self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Like `linear`, of a quantized weight."""
+        """Like `linear`, of a quantized weight.
+
+        A provider may leave activations as they are where rounding them gains nothing.
+        """
 
     def quantized_rows(self, packed: Any, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Values [n, in] of some rows, int64 [n], of a packed GGUF weight. Optional."""

@@ -57,25 +57,26 @@ class ScaledMMOps:
         return self._beside.quantized_linear(x, packed, out_dtype)
 
 
-def suits(packed: Any, out_dtype: torch.dtype) -> bool:
+def suits(packed: quantized.PackedQuantized, out_dtype: torch.dtype) -> bool:
     """Whether torch has a kernel: it writes bfloat16, and takes no blocks of scales."""
     return (
-        isinstance(packed, quantized.ScaledWeight)
-        and packed.codes.dtype == torch.float8_e4m3fn
-        and packed.block == (0, 0)
+        packed.scaled is not None
+        and packed.scaled.dtype == torch.float8_e4m3fn
+        and packed.group == 0
         and out_dtype == torch.bfloat16
-        and all(size % ALIGNMENT == 0 for size in packed.codes.shape)
+        and all(size % ALIGNMENT == 0 for size in packed.scaled.shape)
     )
 
 
-def scaled_mm(x: Tensor, packed: quantized.ScaledWeight) -> Tensor:
+def scaled_mm(x: Tensor, packed: quantized.PackedQuantized) -> Tensor:
     """[num_tokens, in] to bfloat16 [num_tokens, out]."""
-    rounded = quantized.round_rows(x, packed.codes.dtype, 0, packed.input_scale)
+    assert packed.scaled is not None
+    rounded = quantized.round_rows(x, packed.scaled.dtype, 0, packed.input_scale)
     out = torch._scaled_mm(
         rounded.codes,
-        packed.codes.t(),
+        packed.scaled.t(),
         scale_a=rounded.scales.t(),
-        scale_b=packed.scales[None],
+        scale_b=packed.scales,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("triton") is not None:
     import triton
 
-    from . import attention, delta_net, fused, mla, mla_dense, moe, page_copies, sampling, warm
+    from . import (
+        attention,
+        delta_net,
+        fused,
+        mla,
+        mla_dense,
+        moe,
+        moe_quantized,
+        page_copies,
+        sampling,
+        warm,
+    )
     from . import quantized as quantized_products
 
 if TYPE_CHECKING:
@@ -31,6 +42,7 @@ if TYPE_CHECKING:
         LayerCache,
         LayerState,
         MLASpec,
+        QuantizedExperts,
         QuantizedWeight,
         Rope,
         RouterSpec,
@@ -139,7 +151,7 @@ class TritonOps:
 
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None
-    ) -> quantized_products.WidenedWeight | quantized_products.ScaledWeight:
+    ) -> quantized_products.PackedQuantized:
         """See `quantized.pack_quantized`."""
         return quantized_products.pack_quantized(weight, bias)
 
@@ -162,6 +174,30 @@ class TritonOps:
     ) -> Tensor:
         """See `moe.experts`."""
         return moe.experts(x, topk_ids, topk_weights, packed)
+
+    def norm_experts_add(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        packed: moe.PackedExperts,
+    ) -> None:
+        """See `moe.norm_experts_add`."""
+        moe.norm_experts_add(residual, norm_weight, eps, topk_ids, topk_weights, packed)
+
+    def pack_quantized_experts(
+        self, weights: QuantizedExperts
+    ) -> moe_quantized.PackedQuantizedExperts:
+        """See `moe_quantized.pack_quantized_experts`."""
+        return moe_quantized.pack_quantized_experts(weights)
+
+    def quantized_experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any
+    ) -> Tensor:
+        """See `moe_quantized.quantized_experts`."""
+        return moe_quantized.quantized_experts(x, topk_ids, topk_weights, packed)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """See `sampling.sample`."""

@@ -46,13 +46,14 @@ class Codes(NamedTuple):
 
     Attributes:
         kind: of `PLANES`; "fp8 bits" is fp8 as bytes, for compilers that do not know the type.
-        codes: [..., chunks, out, width], int16 words of four codes, or int8, fp8 and uint8.
-        scales: float32 [..., out], a row's, where group is 0. Else int32 words, which asynchronous
-            copies can fetch: of mxfp4 [..., chunks, out], a plane's exponent + 127 in each byte; of
-            others [..., groups, out], a scale and, in the upper half, an offset.
-        scale_type: of those halves: float16 or bfloat16, whichever loses less.
+        codes: [..., chunks, out, width], int16 words of four codes, or int8, fp8 and uint8, of
+            which it may be a view of [..., out, in].
+        scales: float32 [..., groups, out]. Or int32 words, which asynchronous copies can fetch: of
+            mxfp4 [..., chunks, out], a plane's exponent + 127 in each byte; of others that have
+            offsets, or four bits, a scale and in the upper half an offset.
+        scale_type: of a scale: float32, or of those halves, whichever of the two loses less.
         num_in: columns, without those that fill up the last chunk.
-        group: columns that share a scale.
+        group: columns that share a scale; 0 for all.
         factor: multiplies every result.
     """
 
@@ -70,9 +71,24 @@ class Codes(NamedTuple):
         return self.codes.shape[-1]
 
     @property
+    def num_chunks(self) -> int:
+        """Those of a row."""
+        return self.codes.shape[-3]
+
+    @property
     def chunk(self) -> int:
         """Columns of a chunk."""
         return PLANES[self.kind] * self.width
+
+    @property
+    def num_out(self) -> int:
+        """Rows, of an expert."""
+        return self.codes.shape[-2]
+
+    @property
+    def bytes_per_column(self) -> float:
+        """Of a row's codes."""
+        return self.codes.element_size() / PLANES[self.kind]
 
 
 def pack(weight: QuantizedWeight) -> Codes:
@@ -86,9 +102,8 @@ def pack(weight: QuantizedWeight) -> Codes:
     kind, num_in = weight.kind, weight.shape[-1]
     if kind == "fp8" and current_arch().name in NO_FP8:
         kind = "fp8 bits"
-    is_row = weight.block[1] >= num_in and weight.offsets is None and kind != "mxfp4"
     planes = PLANES[kind]
-    group = num_in if weight.block[1] >= num_in else weight.block[1]
+    group = min(num_in, weight.block[1])
 
     def padded(width: int) -> int:
         return -(-num_in // (planes * width)) * planes * width
@@ -103,8 +118,12 @@ def pack(weight: QuantizedWeight) -> Codes:
         codes = F.pad(codes, (0, extra)).unflatten(-1, (-1, 4, width))
         codes = _words(codes, weight.kind)
     else:
-        codes = F.pad(weight.codes.view(torch.uint8), (0, extra)).unflatten(-1, (-1, width))
+        codes = weight.codes.view(torch.uint8)
+        codes = (F.pad(codes, (0, extra)) if extra else codes).unflatten(-1, (-1, width))
         codes = codes if kind == "fp8 bits" else codes.view(weight.codes.dtype)
+    codes = codes.transpose(-2, -3)
+    if planes == 4 or extra:
+        codes = codes.contiguous()
     if group == num_in:
         group += extra
     num_groups = -(-padded(width) // group)
@@ -112,20 +131,18 @@ def pack(weight: QuantizedWeight) -> Codes:
     def spread(x: Tensor) -> Tensor:
         """[..., blocks of rows, groups] to [..., groups, out], zeros behind the last group."""
         x = x.repeat_interleave(weight.block[0], -2)[..., : weight.shape[-2], :]
-        return F.pad(x, (0, num_groups - x.shape[-1])).transpose(-1, -2)
+        return F.pad(x, (0, num_groups - x.shape[-1])).transpose(-1, -2).contiguous()
 
     scales, scale_type, factor = spread(weight.scales), torch.float32, 1.0
     is_absent = scales.device.type == "meta"  # only compiled for
-    if is_row:
-        scales, group = scales[..., 0, :].contiguous(), 0
-    elif kind == "mxfp4":
+    if kind == "mxfp4":
         exponents = torch.frexp(scales).exponent - 1 + 127
         above = 0 if is_absent else max(0, int(exponents.max()) - LARGEST_SCALE)
         factor = 2.0**above
         exponents = (exponents - above).clamp(0, LARGEST_SCALE)
-        of_plane = exponents.repeat_interleave(group // width, -2)[..., : codes.shape[-2] * 4, :]
+        of_plane = exponents.repeat_interleave(group // width, -2)[..., : codes.shape[-3] * 4, :]
         scales = _joined(of_plane.unflatten(-2, (-1, 4)).unbind(-2), 8)
-    else:
+    elif kind == "uint4" or weight.offsets is not None:
         scale_type = torch.float16
         loss = (scales.half().float() - scales).abs() > scales.abs() * MAX_LOSS
         if not is_absent and bool(loss.any()):
@@ -137,7 +154,8 @@ def pack(weight: QuantizedWeight) -> Codes:
             ratio = torch.where(scales == 0, 1.0, short.float() / scales)
             offsets = (spread(weight.offsets) * ratio).to(scale_type)
         scales = _joined([x.view(torch.int16).int() & 0xFFFF for x in (short, offsets)], 16)
-    codes = codes.transpose(-2, -3).contiguous()
+    elif num_groups == 1:
+        group = 0
     return Codes(kind, codes, scales, scale_type, num_in, group, factor)
 
 
@@ -242,8 +260,8 @@ def widen(
 ):
     """A block [rows, width] of a plane's weights as DTYPE, by its rows' words of scales.
 
-    Where GROUP is 0, without scales. SCALE: the type of scales and offsets. PTX: pairs at once in
-    NVIDIA's assembly, where DTYPE has 16 bits.
+    Where GROUP is 0, without scales. PTX: pairs at once in NVIDIA's assembly, where DTYPE has 16
+    bits.
     """
     SHAPE: tl.constexpr = codes.shape
     if KIND == "uint4" and PTX and DTYPE != tl.float32:
@@ -283,8 +301,119 @@ def widen(
         if KIND == "mxfp4":
             exponents = tl.maximum((words >> (8 * PLANE)) & 255, 1)
             wide *= (exponents << 23).to(tl.float32, bitcast=True)[:, None]
+        elif GROUP > 0 and SCALE == tl.float32:
+            wide *= words[:, None]
         elif GROUP > 0:
             scales, offsets = halves(words, SCALE)
             wide = wide * scales.to(tl.float32)[:, None] + offsets.to(tl.float32)[:, None]
         w = wide.to(DTYPE)
     return w
+
+
+@triton.jit
+def widened_sum(
+    acc,
+    x_ptrs,
+    live_rows,
+    codes_ptr,
+    scales_ptr,
+    row,
+    first,
+    last,
+    num_out,
+    num_in,
+    stride_chunk,
+    stride_row,
+    KIND: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """acc [out, rows] plus weights times activations, over steps of UNROLL chunks each.
+
+    x_ptrs [rows, 1]: where the activations of each row begin. row [out]: rows of the weight.
+    """
+    CHUNK: tl.constexpr = PLANES * WIDTH
+    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
+    k = tl.arange(0, WIDTH)
+    codes_ptrs = codes_ptr + row.to(tl.int64)[:, None] * stride_row + k[None, :]
+    for step in tl.range(first, last, num_stages=STAGES):
+        for u in tl.static_range(UNROLL):
+            chunk = step * UNROLL + u
+            codes = tl.load(codes_ptrs + chunk.to(tl.int64) * stride_chunk)
+            for p in tl.static_range(PLANES):
+                column = chunk * CHUNK + p * WIDTH
+                if KIND == "mxfp4":
+                    if p == 0:
+                        words = tl.load(scales_ptr + chunk * num_out + row)
+                elif GROUP == 0:
+                    words = row
+                elif p == 0 or (p * WIDTH) % GROUP == 0 or CHUNK % GROUP != 0:
+                    words = tl.load(scales_ptr + column // GROUP * num_out + row)
+                live = live_rows
+                if not EVEN:
+                    live = live_rows & (column + k < num_in)[None, :]
+                x = tl.load(x_ptrs + (column + k)[None, :], mask=live, other=0.0)
+                w = widen(codes, words, p, KIND, GROUP, DTYPE, SCALE, PTX)
+                acc = tl.dot(w, x.T, acc, input_precision="ieee")
+    if GROUP == 0:
+        acc *= tl.load(scales_ptr + row)[:, None]
+    return acc
+
+
+@triton.jit
+def scaled_sum(
+    acc,
+    x_ptrs,
+    x_scales_ptrs,
+    live_rows,
+    weight_ptr,
+    scales_ptr,
+    row,
+    first,
+    last,
+    num_out,
+    num_in,
+    stride_x_scales,
+    GROUP: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    IS_INT8: tl.constexpr,
+):
+    """acc [out, rows] plus codes times codes, by scales of rows and tokens, over steps of BLOCK_IN.
+
+    x_ptrs [rows, 1]: where the codes of each row begin; x_scales_ptrs [rows]: its first scale.
+    GROUP: columns that share a scale, of which a step's are a part; 0 for all.
+    """
+    k = tl.arange(0, BLOCK_IN)
+    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * num_in + k[None, :]
+    SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    zeros = tl.zeros(acc.shape, SUM)
+    total = zeros
+    for step in tl.range(first, last, num_stages=STAGES):
+        start = step * BLOCK_IN
+        if EVEN:
+            w = tl.load(weight_ptrs + start)
+            x = tl.load(x_ptrs + (start + k)[None, :], mask=live_rows[:, None], other=0.0)
+        else:
+            live = (start + k < num_in)[None, :]
+            w = tl.load(weight_ptrs + start, mask=live, other=0.0)
+            x = tl.load(x_ptrs + (start + k)[None, :], mask=live_rows[:, None] & live, other=0.0)
+        if GROUP > 0:
+            group = start // GROUP
+            scale = tl.load(scales_ptr + group * num_out + row)
+            x_scale = tl.load(x_scales_ptrs + group * stride_x_scales, mask=live_rows, other=0.0)
+            part = tl.dot(w, x.T, zeros, out_dtype=SUM)
+            acc += part.to(tl.float32) * (scale[:, None] * x_scale[None, :])
+        else:
+            total = tl.dot(w, x.T, total, out_dtype=SUM)
+    if GROUP == 0:
+        x_scale = tl.load(x_scales_ptrs, mask=live_rows, other=0.0)
+        acc += total.to(tl.float32) * (tl.load(scales_ptr + row)[:, None] * x_scale[None, :])
+    return acc

@@ -248,7 +248,7 @@ def _load_weights(
 
 
 @triton.jit
-def _activate(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
+def activate(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
     """[ROWS, 2 * WIDTH] of gate, up, gate, up, ... to [ROWS, WIDTH]."""
     gate, up = tl.split(tl.reshape(y, [ROWS, WIDTH, 2]))
     if ACTIVATION == "silu":
@@ -320,7 +320,7 @@ def _pair_gate_up(
         y *= tl.rsqrt(tl.sum(squares, 0) / num_in + eps)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)
-    y = tl.reshape(_activate(y, 1, BLOCK_OUT // 2, ACTIVATION), [BLOCK_OUT // 2])
+    y = tl.reshape(activate(y, 1, BLOCK_OUT // 2, ACTIVATION), [BLOCK_OUT // 2])
     c = first // 2 + tl.arange(0, BLOCK_OUT // 2)
     inner = num_out // 2
     tl.store(out_ptr + pair * inner + c, y.to(out_ptr.dtype.element_ty), mask=c < inner)
@@ -529,7 +529,7 @@ def _grouped(
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
     if IS_GATE_UP:
-        y = _activate(y, ROWS, BLOCK_OUT // 2, ACTIVATION)
+        y = activate(y, ROWS, BLOCK_OUT // 2, ACTIVATION)
         c = first // 2 + tl.arange(0, BLOCK_OUT // 2)
         width = num_out // 2
         out_ptrs = out_ptr + place.to(tl.int64)[:, None] * width + c[None, :]
@@ -697,7 +697,7 @@ def _sorted(
     *,
     add: bool = False,
 ) -> None:
-    num_tokens, top_k = ids.shape
+    top_k = ids.shape[1]
     num_experts, hidden, inner = packed.down.shape
     order, tiles = sort_pairs(ids, num_experts, t.gate_up.rows)
     num_pairs, num_tiles = order.shape[0], tiles.shape[1]
@@ -739,10 +739,17 @@ def _sorted(
             EVEN=num_in % tile.block_in == 0,
             num_warps=tile.num_warps,
         )
-    block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
-    _sum_parts[(num_tokens, triton.cdiv(hidden, block))](
-        parts, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
+    sum_parts(parts, out, add=add)
+
+
+def sum_parts(parts: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """out [num_tokens, hidden] = the sums of each token's parts [num_pairs, hidden], or += them."""
+    num_tokens, size = out.shape
+    block = min(SUM_BLOCK, triton.next_power_of_2(size))
+    _sum_parts[(num_tokens, triton.cdiv(size, block))](
+        parts, out, size, TOP_K=len(parts) // num_tokens, BLOCK=block, ADD=add, num_warps=4
     )
+    return out
 
 
 def sort_pairs(ids: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ are, several programs share the columns of a block, and the last one to finish a
 Runs on: gpu.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ..api import BackendError, QuantizedWeight
 from .arch import Arch, current_arch
-from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, widen
+from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widened_sum
 
 SPLIT_BLOCK_OUT = 16  # the smallest block of outputs: how many counters a weight needs
-FEW_ROWS = 64  # up to which columns are shared among programs
+FEW_ROWS = 64  # up to which a tile has all of them
+MAX_WIDENED_ROWS = 16  # up to which activations are not rounded
 MIN_SPLIT_COLUMNS = 512  # a program's, at least
 PROGRAMS_PER_CORE = 3  # that fill a multiprocessor which streams weights
 SIGNED_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 rounds what is added to it
@@ -43,31 +44,31 @@ class Tile(NamedTuple):
     splits: int | None = None
 
 
-class WidenedWeight(NamedTuple):
-    """See `codes.Codes`."""
-
-    codes: Codes
-    num_out: int
-    bias: Tensor | None
-    order: Tensor | None
-    counters: Tensor  # int32, one for each block of outputs, 0 between launches
-
-
-class ScaledWeight(NamedTuple):
-    """Codes [out, in] for matrix instructions of their own type.
+class PackedQuantized(NamedTuple):
+    """A weight [out, in].
 
     Attributes:
-        scales: float32 [out], or [blocks of rows, blocks of columns].
-        block: (0, 0), or the size of those.
+        widened: for products with the activations as they are; None where sizes do not suit.
+        scaled: codes [out, in] for products with rounded activations, or None.
+        scales, group: of those; see `codes.Codes`.
         input_scale: float32 [1], the activations' fixed scale, or None.
+        order: int32 [in], which input each column belongs to, or None.
+        counters: int32, one for each block of outputs, 0 between launches.
     """
 
-    codes: Tensor
+    widened: Codes | None
+    scaled: Tensor | None
     scales: Tensor
-    block: tuple[int, int]
+    group: int
     input_scale: Tensor | None
     bias: Tensor | None
+    order: Tensor | None
     counters: Tensor
+
+    @property
+    def num_out(self) -> int:
+        """Rows of the weight."""
+        return self.scales.shape[-1]
 
 
 class Rounded(NamedTuple):
@@ -207,6 +208,8 @@ def _widened(
     num_in,
     num_chunks,
     stride_x,
+    stride_chunk,
+    stride_row,
     factor,
     KIND: tl.constexpr,
     PLANES: tl.constexpr,
@@ -222,42 +225,21 @@ def _widened(
     SCALE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """A block [BLOCK_OUT, ROWS] over a split's chunks, UNROLL of them at a time."""
-    CHUNK: tl.constexpr = PLANES * WIDTH
+    """A block [BLOCK_OUT, ROWS], or a split's part of it."""
     block = tl.program_id(0) // row_tiles
     n = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, WIDTH)
     row = tl.minimum(n, num_out - 1)  # rows beyond the last repeat it
-    live_m = (m < num_rows)[:, None]
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :]
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    acc = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x
     steps = num_chunks // UNROLL
     per_split = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * per_split
-    for step in tl.range(first, tl.minimum(first + per_split, steps), num_stages=STAGES):
-        for u in tl.static_range(UNROLL):
-            chunk = step * UNROLL + u
-            rows = (chunk.to(tl.int64) * num_out + row) * WIDTH
-            codes = tl.load(codes_ptr + rows[:, None] + k[None, :])
-            for p in tl.static_range(PLANES):
-                column = chunk * CHUNK + p * WIDTH
-                live = live_m
-                if not EVEN:
-                    live = live_m & (column + k < num_in)[None, :]
-                x = tl.load(x_ptrs + column, mask=live, other=0.0)
-                if KIND == "mxfp4":
-                    if p == 0:
-                        words = tl.load(scales_ptr + chunk * num_out + row)
-                elif GROUP == 0:
-                    words = row
-                elif p == 0 or (p * WIDTH) % GROUP == 0 or CHUNK % GROUP != 0:
-                    words = tl.load(scales_ptr + column // GROUP * num_out + row)
-                w = widen(codes, words, p, KIND, GROUP, DTYPE, SCALE, PTX)
-                acc = tl.dot(w, x.T, acc, input_precision="ieee")
-    if GROUP == 0:
-        acc *= tl.load(scales_ptr + row)[:, None]
+    acc = widened_sum(
+        tl.zeros([BLOCK_OUT, ROWS], tl.float32), x_ptrs, (m < num_rows)[:, None],
+        codes_ptr, scales_ptr, row, first, tl.minimum(first + per_split, steps),
+        num_out, num_in, stride_chunk, stride_row,
+        KIND, PLANES, WIDTH, GROUP, UNROLL, STAGES, EVEN, SCALE, PTX,
+    )  # fmt: skip
     _finish(
         acc * factor, m, n, num_rows, num_out, bias_ptr, out_ptr, partial_ptr,
         counters_ptr + block, SPLITS, HAS_BIAS,
@@ -283,58 +265,27 @@ def _scaled(
     BLOCK_IN: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     IS_INT8: tl.constexpr,
 ):
-    """A block [BLOCK_OUT, ROWS] of codes times codes; SCALE_ROWS 0: a scale a row and a token.
-
-    Else the weights' scales are of blocks, and tokens have one for each block of columns, of which
-    a step's BLOCK_IN columns are a part.
-    """
+    """A block [BLOCK_OUT, ROWS], or a split's part of it."""
     block = tl.program_id(0) // row_tiles
     n = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_IN)
     row = tl.minimum(n, num_out - 1)
-    live_m = m < num_rows
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * num_in + k[None, :]
-    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * num_in + k[None, :]
-    SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
-    zeros = tl.zeros([BLOCK_OUT, ROWS], SUM)
-    if SCALE_ROWS > 0:
-        acc = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
-        scale_ptrs = scales_ptr + row // SCALE_ROWS * tl.cdiv(num_in, SCALE_COLUMNS)
-    else:
-        acc = zeros
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * num_in
     steps = tl.cdiv(num_in, BLOCK_IN)
     per_split = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * per_split
-    for step in tl.range(first, tl.minimum(first + per_split, steps), num_stages=STAGES):
-        start = step * BLOCK_IN
-        if EVEN:
-            w = tl.load(weight_ptrs + start)
-            x = tl.load(x_ptrs + start, mask=live_m[:, None], other=0.0)
-        else:
-            live = (start + k < num_in)[None, :]
-            w = tl.load(weight_ptrs + start, mask=live, other=0.0)
-            x = tl.load(x_ptrs + start, mask=live_m[:, None] & live, other=0.0)
-        if SCALE_ROWS > 0:
-            group = start // SCALE_COLUMNS
-            w_scale = tl.load(scale_ptrs + group)
-            x_scale = tl.load(x_scales_ptr + group * num_rows + m, mask=live_m, other=0.0)
-            part = tl.dot(w, x.T, zeros, out_dtype=SUM)
-            acc += part.to(tl.float32) * (w_scale[:, None] * x_scale[None, :])
-        else:
-            acc = tl.dot(w, x.T, acc, out_dtype=SUM)
-    y = acc.to(tl.float32)
-    if SCALE_ROWS == 0:
-        x_scale = tl.load(x_scales_ptr + m, mask=live_m, other=0.0)
-        y *= tl.load(scales_ptr + row)[:, None] * x_scale[None, :]
+    acc = scaled_sum(
+        tl.zeros([BLOCK_OUT, ROWS], tl.float32), x_ptrs, x_scales_ptr + m, m < num_rows,
+        weight_ptr, scales_ptr, row, first, tl.minimum(first + per_split, steps),
+        num_out, num_in, num_rows, GROUP, BLOCK_IN, STAGES, EVEN, IS_INT8,
+    )  # fmt: skip
     _finish(
-        y, m, n, num_rows, num_out, bias_ptr, out_ptr, partial_ptr, counters_ptr + block,
+        acc, m, n, num_rows, num_out, bias_ptr, out_ptr, partial_ptr, counters_ptr + block,
         SPLITS, HAS_BIAS,
     )  # fmt: skip
 
@@ -342,82 +293,86 @@ def _scaled(
 # ------------------------------------------------------------------------------------------ hosts
 
 
-def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> WidenedWeight | ScaledWeight:
-    """Codes for one of the two kinds of product.
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedQuantized:
+    """Codes for one of the two kinds of product, or for both.
 
     Raises:
         BackendError: there is no kernel for a weight of this kind.
     """
-    num_out = weight.shape[0]
+    codes, scaled = pack(weight), scaled_codes(weight)
+    has_view = scaled is None or codes.codes.data_ptr() == scaled.data_ptr()
     counters = torch.zeros(
-        triton.cdiv(num_out, SPLIT_BLOCK_OUT), dtype=torch.int32, device=weight.codes.device
+        triton.cdiv(weight.shape[0], SPLIT_BLOCK_OUT),
+        dtype=torch.int32,
+        device=weight.codes.device,
     )
-    if (scaled := _scaled_weight(weight, bias, counters)) is not None:
-        return scaled
-    return WidenedWeight(pack(weight), num_out, bias, weight.order, counters)
+    return PackedQuantized(
+        codes if has_view else None,
+        scaled,
+        codes.scales,
+        codes.group,
+        weight.input_scale,
+        bias,
+        weight.order,
+        counters,
+    )
 
 
-def _scaled_weight(
-    weight: QuantizedWeight, bias: Tensor | None, counters: Tensor
-) -> ScaledWeight | None:
-    """None where activations stay what they are: by the scheme, or as the GPU has no such type."""
-    num_out, num_in = weight.shape
-    if weight.activations is None or weight.kind not in ("fp8", "int8") or weight.order is not None:
+def scaled_codes(weight: QuantizedWeight) -> Tensor | None:
+    """The codes, where activations are to be rounded and the GPU multiplies such codes.
+
+    Raises:
+        BackendError: there is no kernel for such groups.
+    """
+    if weight.activations is None or weight.kind not in ("fp8", "int8"):
+        return None
+    if weight.order is not None or weight.offsets is not None:
         return None
     if weight.kind == "fp8" and current_arch().name in NO_FP8:
         return None
-    if weight.offsets is not None or weight.scales is None:
-        return None
-    codes, scales, block = weight.codes.contiguous(), weight.scales, weight.block
-    if weight.activations != "group":
-        if block[1] < num_in:
-            return None
-        block = (0, 0)
-        scales = scales.repeat_interleave(weight.block[0], 0)[:num_out, 0]
-    elif block[1] & (block[1] - 1) or block[1] < 32:
-        raise BackendError(f"no Triton kernel takes groups of {block[1]} rounded activations")
-    return ScaledWeight(codes, scales.contiguous(), block, weight.input_scale, bias, counters)
+    group, num_in = weight.block[1], weight.shape[-1]
+    if group < num_in and (weight.activations != "group" or group & (group - 1) or group < 32):
+        raise BackendError(f"no Triton kernel rounds activations for groups of {group} columns")
+    return weight.codes.contiguous()
 
 
 def quantized_linear(
-    x: Tensor,
-    packed: WidenedWeight | ScaledWeight,
-    out_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    x: Tensor, packed: PackedQuantized, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """[num_tokens, in] to [num_tokens, out], in x's type or out_dtype.
 
-    Args:
-        tile: instead of that of `widened_tile` or `scaled_tile`.
+    Few activations stay as they are: rounding them is a kernel more, and gains nothing.
     """
-    if isinstance(packed, ScaledWeight):
-        rounded = round_rows(x, packed.codes.dtype, packed.block[1], packed.input_scale)
-        return scaled_linear(rounded, packed, out_dtype or x.dtype, tile)
-    return widened_linear(x, packed, out_dtype or x.dtype, tile)
+    dtype = out_dtype or x.dtype
+    if packed.scaled is None or (packed.widened is not None and len(x) <= MAX_WIDENED_ROWS):
+        return widened_linear(x, packed, dtype)
+    rounded = round_rows(x, packed.scaled.dtype, packed.group, packed.input_scale)
+    return scaled_linear(rounded, packed, dtype)
 
 
 def scaled_linear(
-    x: Rounded, packed: ScaledWeight, out_dtype: torch.dtype, tile: Tile | None = None
+    x: Rounded, packed: PackedQuantized, out_dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
-    """The product of rounded activations: [num_tokens, out]."""
+    """The product of rounded activations: [num_tokens, out].
+
+    Args:
+        tile: instead of that of `scaled_tile`.
+    """
+    weight, num_out = packed.scaled, packed.num_out
+    assert weight is not None
     num_rows, num_in = x.codes.shape
-    num_out = packed.codes.shape[0]
     out = torch.empty(num_rows, num_out, dtype=out_dtype, device=x.codes.device)
     if num_rows == 0:
         return out
     arch = current_arch()
-    tile = tile or scaled_tile(num_rows, packed.block[0] > 0, arch)
-    block_in = max(32, min(tile.block_in, triton.next_power_of_2(num_in)))
-    if packed.block[1]:
-        block_in = min(block_in, packed.block[1])
-    tile = _fit(tile._replace(block_in=block_in), 1, arch)
+    tile = fit(tile or scaled_tile(num_rows, packed.group > 0, arch), num_in, packed.group, arch)
     row_tiles = triton.cdiv(num_rows, tile.rows)
     out_blocks = triton.cdiv(num_out, tile.block_out)
-    splits = _splits(tile, row_tiles * out_blocks, num_in, tile.block_in, num_rows, arch)
+    splits = _splits(tile, row_tiles * out_blocks, num_in, num_rows, arch)
     _scaled[(out_blocks * row_tiles, splits)](
         x.codes,
         x.scales,
-        packed.codes,
+        weight,
         packed.scales,
         packed.bias if packed.bias is not None else out,
         out,
@@ -432,42 +387,38 @@ def scaled_linear(
         BLOCK_IN=tile.block_in,
         SPLITS=splits,
         STAGES=tile.stages,
-        SCALE_ROWS=packed.block[0],
-        SCALE_COLUMNS=packed.block[1],
+        GROUP=packed.group,
         HAS_BIAS=packed.bias is not None,
         EVEN=num_in % tile.block_in == 0,
-        IS_INT8=packed.codes.dtype == torch.int8,
+        IS_INT8=weight.dtype == torch.int8,
         num_warps=tile.num_warps,
     )
     return out
 
 
 def widened_linear(
-    x: Tensor, packed: WidenedWeight, out_dtype: torch.dtype, tile: Tile | None = None
+    x: Tensor, packed: PackedQuantized, out_dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
-    """The product of activations as they are: [num_tokens, out]."""
+    """The product of activations as they are: [num_tokens, out].
+
+    Args:
+        tile: instead of that of `widened_tile`.
+    """
+    codes, num_out = packed.widened, packed.num_out
+    assert codes is not None
     if packed.order is not None:
         x = x.index_select(1, packed.order)
     assert x.stride(1) == 1
-    codes, num_out = packed.codes, packed.num_out
     num_rows = x.shape[0]
     out = torch.empty(num_rows, num_out, dtype=out_dtype, device=x.device)
     if num_rows == 0:
         return out
     arch = current_arch()
-    tile = tile or widened_tile(num_rows, arch)
-    num_chunks = codes.codes.shape[-3]
-    unroll = max(
-        u for u in (1, 2, 4) if u == 1 or (num_chunks % u == 0 and u * codes.chunk <= tile.block_in)
-    )
-    tile = _fit(tile._replace(block_in=unroll * codes.chunk), x.element_size(), arch,
-                codes.codes.element_size() / PLANES[codes.kind])  # fmt: skip
+    tile = fit_codes(tile or widened_tile(num_rows, arch), codes, x.element_size(), arch)
     row_tiles = triton.cdiv(num_rows, tile.rows)
     out_blocks = triton.cdiv(num_out, tile.block_out)
-    columns = unroll * codes.chunk
-    splits = _splits(
-        tile, row_tiles * out_blocks, num_chunks * codes.chunk, columns, num_rows, arch
-    )
+    num_in = codes.num_chunks * codes.chunk
+    splits = _splits(tile, row_tiles * out_blocks, num_in, num_rows, arch)
     _widened[(out_blocks * row_tiles, splits)](
         x,
         codes.codes,
@@ -480,25 +431,34 @@ def widened_linear(
         row_tiles,
         num_out,
         codes.num_in,
-        num_chunks,
+        codes.num_chunks,
         x.stride(0),
+        codes.codes.stride(-3),
+        codes.codes.stride(-2),
         codes.factor,
-        KIND=codes.kind,
-        PLANES=PLANES[codes.kind],
-        WIDTH=codes.width,
-        GROUP=codes.group,
         ROWS=tile.rows,
         BLOCK_OUT=tile.block_out,
-        UNROLL=unroll,
+        UNROLL=tile.block_in // codes.chunk,
         SPLITS=splits,
         STAGES=tile.stages,
         HAS_BIAS=packed.bias is not None,
-        EVEN=codes.num_in % codes.chunk == 0,
-        SCALE=TRITON_TYPES[codes.scale_type],
-        PTX=arch.name.startswith("sm_"),
+        **constants(codes, arch),
         num_warps=tile.num_warps,
     )
     return out
+
+
+def constants(codes: Codes, arch: Arch) -> dict[str, Any]:
+    """Those of `codes.widened_sum` that the weight decides."""
+    return {
+        "KIND": codes.kind,
+        "PLANES": PLANES[codes.kind],
+        "WIDTH": codes.width,
+        "GROUP": codes.group,
+        "EVEN": codes.num_in % codes.chunk == 0,
+        "SCALE": TRITON_TYPES[codes.scale_type],
+        "PTX": arch.name.startswith("sm_"),
+    }
 
 
 def widened_tile(num_rows: int, arch: Arch) -> Tile:
@@ -521,16 +481,14 @@ def scaled_tile(num_rows: int, is_blocked: bool, arch: Arch) -> Tile:
     return Tile(128, 128, 128, 8, 4)
 
 
-def _splits(
-    tile: Tile, num_programs: int, num_in: int, step: int, num_rows: int, arch: Arch
-) -> int:
+def _splits(tile: Tile, num_programs: int, num_in: int, num_rows: int, arch: Arch) -> int:
     """How many programs share a block's columns; a power of two, so that few are compiled."""
-    if num_rows > FEW_ROWS:
+    if num_rows > tile.rows:
         return 1
     if tile.splits is not None:
         return tile.splits
     wanted = PROGRAMS_PER_CORE * arch.num_cores // num_programs
-    most = num_in // max(MIN_SPLIT_COLUMNS, step)
+    most = num_in // max(MIN_SPLIT_COLUMNS, tile.block_in)
     return 1 << max(0, min(wanted, most).bit_length() - 1)
 
 
@@ -540,16 +498,26 @@ def _partial(out: Tensor, splits: int) -> Tensor:
     return torch.empty(splits * out.numel(), dtype=torch.float32, device=out.device)
 
 
-def _fit(tile: Tile, itemsize: int, arch: Arch, weight_itemsize: float | None = None) -> Tile:
-    """Fewer stages, and smaller blocks for float32, where shared memory is short."""
-    if itemsize == 4:
-        tile = tile._replace(rows=min(tile.rows, 32), block_out=min(tile.block_out, 64))
+def fit(tile: Tile, num_in: int, group: int, arch: Arch) -> Tile:
+    """A tile of codes times codes that suits their number, groups, and the shared memory."""
+    block_in = max(32, min(tile.block_in, triton.next_power_of_2(num_in)))
+    block_in = min(block_in, group) if group else block_in
+    return _staged(tile._replace(block_in=block_in), block_in * (tile.rows + tile.block_out), arch)
 
-    def stage_bytes(t: Tile) -> float:
-        return t.block_in * (t.rows * itemsize + t.block_out * (weight_itemsize or itemsize))
 
-    while stage_bytes(tile) > arch.shared_bytes and tile.rows > 16:
-        tile = tile._replace(rows=tile.rows // 2)
-    return tile._replace(
-        stages=max(1, min(tile.stages, int(arch.shared_bytes // stage_bytes(tile))))
+def fit_codes(tile: Tile, codes: Codes, itemsize: int, arch: Arch) -> Tile:
+    """A tile of widened codes: several chunks, where they divide the row's."""
+    unroll = max(
+        n
+        for n in (1, 2, 4)
+        if n == 1 or (codes.num_chunks % n == 0 and n * codes.chunk <= tile.block_in)
     )
+    tile = tile._replace(block_in=unroll * codes.chunk)
+    if itemsize == 4:  # float32 has no matrix instructions to fill
+        tile = tile._replace(rows=min(tile.rows, 32), block_out=min(tile.block_out, 64))
+    row_bytes = tile.rows * itemsize + tile.block_out * codes.bytes_per_column
+    return _staged(tile, int(tile.block_in * row_bytes), arch)
+
+
+def _staged(tile: Tile, stage_bytes: int, arch: Arch) -> Tile:
+    return tile._replace(stages=max(1, min(tile.stages, arch.shared_bytes // stage_bytes)))

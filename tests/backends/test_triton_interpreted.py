@@ -28,6 +28,7 @@ SELECTIONS = {
     "pages": ("triton_page_cases.py", ""),
     "moe": ("triton_moe_cases.py", ""),
     "quantized": ("triton_quantized_cases.py", ""),
+    "quantized experts": ("triton_moe_quantized_cases.py", ""),
     "flashinfer": ("flashinfer_cases.py", ""),
     "delta_net": ("test_contract.py", "delta_net and (interleaved-bfloat16 or -chunks-float32)"),
     "experts": ("test_contract.py", "(experts and not float16) or route"),
