@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import ExpertWeights
+from ..api import BatchMeta, DeltaNetSpec, ExpertWeights, LayerState
 from ..reference import ReferenceOps, gated
+from . import delta_net
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ class TorchOps(ReferenceOps):
         else:
             out = F.linear(x, packed.weight, packed.bias)
         return out if out_dtype is None else out.to(out_dtype)
+
+    def delta_net(
+        self, qkvz: Tensor, ba: Tensor, meta: BatchMeta, state: LayerState, spec: DeltaNetSpec
+    ) -> Tensor:
+        """See `delta_net.py`."""
+        return delta_net.delta_net(qkvz, ba, meta, state, spec)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """Each expert's two linears, packed."""
