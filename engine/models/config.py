@@ -15,6 +15,7 @@ from ..api.errors import StartError
 
 if TYPE_CHECKING:
     from .quantization.config import QuantConfig
+    from .quantization.gguf import GgufConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors"]
 
@@ -80,7 +81,8 @@ class MoEConfig:
         stacked: names of those: gate and up [num_experts, 2 * inner, hidden], the gate's rows
             first, and down [num_experts, hidden, inner].
         transposed: stacked ones are [num_experts, hidden, 2 * inner] and [num_experts, inner,
-            hidden] instead, and gate and up take turns (gpt-oss).
+            hidden] instead; or, unless interleaved, as their shapes say.
+        interleaved: gate and up take turns in stacked ones.
         bias: the projections have biases, all experts' in one tensor, `stacked` with "_bias".
         activation: of the experts, see `ExpertWeights`; None for the model's.
     """
@@ -96,6 +98,7 @@ class MoEConfig:
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     transposed: bool = False
+    interleaved: bool = False
     bias: bool = False
     activation: str | None = None
     shared: SharedExpert | None = None
@@ -182,6 +185,8 @@ class ModelConfig:
         rotates: per layer whether it has a rotary embedding; empty for all.
         attention_scale: multiplies q k^T.
         attention_softcap: attention logits become softcap * tanh(logits / softcap).
+        query_scaling: (beta, length): queries at position p are multiplied by
+            1 + beta ln(1 + floor(p / length)).
         has_sinks: heads have sinks, see `AttentionSpec`.
         gated_mlp: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
         mlp_names: of the projections in; gate and up may lie in one tensor; and of the one out.
@@ -226,6 +231,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     rotates: tuple[bool, ...] = ()
     attention_softcap: float | None = None
+    query_scaling: tuple[float, int] | None = None
     has_sinks: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tie_word_embeddings: bool = False
@@ -251,7 +257,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     delta_net: DeltaNetConfig | None = None
     unread: tuple[str, ...] = ()
-    quantization: QuantConfig | None = None
+    quantization: QuantConfig | GgufConfig | None = None
 
     @property
     def longest_context(self) -> int:
@@ -426,7 +432,7 @@ def rope(
         fields.integer("original_max_position_embeddings", max_positions),
     )
     match kind:
-        case "default":
+        case "default" | "mrope":  # of text, all of mrope's three positions are equal
             return RopeConfig(rotary_dim, theta)
         case "linear":
             return RopeConfig(rotary_dim, theta, "linear", fields.number("factor"))

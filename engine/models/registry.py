@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import StartError
@@ -17,16 +18,21 @@ from .families import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     granite_moe,
     llama,
+    minimax_m2,
     ministral,
     mistral,
+    mistral3,
     mixtral,
     olmo2,
     olmo3,
@@ -39,10 +45,12 @@ from .families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
     smollm3,
     stablelm,
     starcoder2,
 )
+from .quantization import config as quantization
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +63,7 @@ FAMILIES = {
         llama,
         mistral,
         ministral,
+        mistral3,
         mixtral,
         qwen2,
         qwen2_moe,
@@ -75,10 +84,15 @@ FAMILIES = {
         smollm3,
         glm4,
         glm4_moe,
+        glm4_moe_lite,
         cohere,
         cohere2,
         starcoder2,
         stablelm,
+        exaone4,
+        ernie4_5,
+        seed_oss,
+        minimax_m2,
         deepseek_v2,
         deepseek_v3,
     )
@@ -101,8 +115,13 @@ def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
     fields = dict(hf)
     if isinstance(hf.get("text_config"), Mapping):  # a vision-language model's language model
         fields |= hf["text_config"]
+        if hf.get("tie_word_embeddings") is not None:  # the head belongs to the whole
+            fields["tie_word_embeddings"] = hf["tie_word_embeddings"]
     given = Fields(fields, family.defaults)
-    return family.refine(common(family, architecture, given), given)
+    config = common(family, architecture, given)
+    if quantized := given.table("quantization_config"):
+        config = replace(config, quantization=quantization.parse(Fields(quantized), family.renamed))
+    return family.refine(config, given)
 
 
 def build(
