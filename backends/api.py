@@ -118,8 +118,9 @@ class AttentionSpec:
         window: a token sees itself and the window - 1 tokens before it; None sees all.
         softcap: logits become softcap * tanh(logits / softcap); None leaves them.
         sinks: [num_heads] a learned logit per head that joins the softmax's denominator.
-        k_scale, v_scale: what values stored in an fp8 cache are multiplied by; they are divided
-            by it when written.
+        kv_dtype: an fp8 type that keys and values are stored in; None for the model's own.
+        k_scale, v_scale: what values of an fp8 cache are multiplied by when read, and divided by
+            when written.
     """
 
     num_heads: int
@@ -129,6 +130,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    kv_dtype: torch.dtype | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
 
@@ -228,6 +230,7 @@ class QuantizedWeight:
         input_scale: float32 [1], where activations are "tensor".
         order: int32 [in], which input each column of the codes belongs to (GPTQ's act-order).
         gguf_type: "Q4_0", "Q4_K", ...
+        dtype: of the activations, where it is known when the weight is packed.
 
     Of experts, codes, scales, offsets and order have num_experts in front.
     """
@@ -242,6 +245,7 @@ class QuantizedWeight:
     input_scale: Tensor | None = None
     order: Tensor | None = None
     gguf_type: str = ""
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -526,6 +530,17 @@ class Ops(Protocol):
             x: [num_tokens, hidden].
             topk_ids: int32 [num_tokens, top_k]. topk_weights: float32 [num_tokens, top_k].
         """
+
+    def norm_experts_add(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        packed: Any,
+    ) -> None:
+        """residual += experts(rms_norm(residual)), in place. Optional, as decoder_layer is."""
 
     def pack_quantized_experts(self, weights: QuantizedExperts) -> Any:
         """Bring quantized experts into the form that `quantized_experts` wants, once, at load.

@@ -13,9 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import BatchMeta, DeltaNetSpec, ExpertWeights, LayerState
+from ..api import (
+    BatchMeta,
+    DeltaNetSpec,
+    ExpertWeights,
+    LayerState,
+    QuantizedExperts,
+    QuantizedWeight,
+)
+from ..quantized import check, of_expert
 from ..reference import ReferenceOps, gated
-from . import delta_net
+from . import delta_net, quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,43 @@ class TorchOps(ReferenceOps):
         """See `delta_net.py`."""
         return delta_net.delta_net(qkvz, ba, meta, state, spec)
 
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Any:
+        """See `quantized.pack`."""
+        check(weight)
+        if weight.kind == "gguf":
+            return super().pack_quantized(weight, bias)
+        return quantized.pack(weight, bias, self.pack_linear)
+
+    def quantized_linear(
+        self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `quantized.linear`."""
+        if isinstance(packed, tuple):
+            return super().quantized_linear(x, packed, out_dtype)
+        return quantized.linear(x, packed, out_dtype, self.linear)
+
+    def pack_quantized_experts(self, weights: QuantizedExperts) -> PackedExperts:
+        """Each expert's two linears, packed."""
+
+        def packed(weight: QuantizedWeight, bias: Tensor | None) -> list[Any]:
+            biases = [None] * weight.shape[0] if bias is None else bias.unbind()
+            return [
+                self.pack_quantized(of_expert(weight, expert), b) for expert, b in enumerate(biases)
+            ]
+
+        return PackedExperts(
+            packed(weights.gate_up, weights.gate_up_bias),
+            packed(weights.down, weights.down_bias),
+            weights.activation,
+            is_quantized=True,
+        )
+
+    def quantized_experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, packed: Any
+    ) -> Tensor:
+        """As `experts`."""
+        return self.experts(x, topk_ids, topk_weights, packed)
+
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """Each expert's two linears, packed."""
 
@@ -77,12 +122,13 @@ class TorchOps(ReferenceOps):
         tokens = order // topk_ids.shape[1]
         rows = x[tokens]
         y = torch.empty_like(rows)
+        linear = self.quantized_linear if packed.is_quantized else self.linear
         active, counts = ids.unique_consecutive(return_counts=True)
         start = 0
         for expert, count in zip(active.tolist(), counts.tolist(), strict=True):
             part = slice(start, start + count)
-            inner = gated(self.linear(rows[part], packed.gate_up[expert]), packed.activation)
-            y[part] = self.linear(inner, packed.down[expert])
+            inner = gated(linear(rows[part], packed.gate_up[expert]), packed.activation)
+            y[part] = linear(inner, packed.down[expert])
             start += count
         y = y.float().mul_(topk_weights.flatten()[order, None])
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, y).to(x.dtype)
@@ -95,6 +141,7 @@ class PackedExperts:
     gate_up: list[Any]
     down: list[Any]
     activation: str
+    is_quantized: bool = False
 
 
 @cache

@@ -6,7 +6,7 @@ Runs on: gpu.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,6 +77,7 @@ class Parameters:
 
     Attributes:
         quantization: how the checkpoint keeps its linears.
+        kv_dtype: an fp8 type of keys and values; None for the model's own.
         shapes: name to shape of all that must come.
         dtypes: of those that are not the model's own floats.
     """
@@ -87,8 +88,10 @@ class Parameters:
         device: torch.device,
         dtype: torch.dtype,
         quantization: QuantConfig | GgufConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
     ):
         self.ops, self.device, self.dtype = ops, device, dtype
+        self.kv_dtype = kv_dtype
         self.quantization = quantization
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -166,7 +169,7 @@ class Parameters:
                 except ValueError as error:
                     raise StartError(f"{name}: {error}") from None
                 tensors.clear()
-                done(weight)
+                done(replace(weight, dtype=self.dtype))
 
         for suffix, expected in created.items():
             self.expect(f"{name}.{suffix}", expected, partial(put, suffix))

@@ -5,6 +5,7 @@ Runs on: gpu.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,7 @@ class QuantizedExperts:
         if gate_up is None or down is None or len(self._biases) < 2 * self._moe.bias:
             return
         self._stacks = {}  # the packed form is all that stays
+        gate_up, down = (replace(w, dtype=self._parameters.dtype) for w in (gate_up, down))
         weights = api.QuantizedExperts(gate_up, down, self._activation, **self._biases)
         try:
             self._packed = self._parameters.ops.pack_quantized_experts(weights)
