@@ -1,4 +1,4 @@
-"""Latent attention: both ways are equal, the cache holds the latents alone, quantized projections."""
+"""Latent attention: both ways are equal, a token keeps its latents alone, quantized projections."""
 
 import json
 
@@ -60,7 +60,7 @@ class Counter(TorchOps):
 
 
 def steps(model, loop):
-    """Prompts whole, chunks behind cached ones, a prefix hit, decode rows beside them: all logits."""
+    """Logits of whole prompts, chunks behind cached ones, a prefix hit, decode rows beside them."""
     run = loop(model, 4, 120)
     texts = [[3 + (7 * i + slot) % 290 for i in range(120)] for slot in range(3)]
     out = run.step([(0, texts[0][:90]), (1, texts[1][:5]), (2, texts[2][:40])])
