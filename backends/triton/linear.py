@@ -34,6 +34,8 @@ class Tile(NamedTuple):
 ONE_ROW = Tile(16, 256, 4, 6)
 ONE_ROW_MANY_OUTPUTS = Tile(8, 512, 2, 6)
 MANY_OUTPUTS = 16_384
+ONE_ROW_FEW_OUTPUTS = Tile(2, 1024, 4, 4)  # a router: 2.0 us, with ONE_ROW 3.1
+FEW_OUTPUTS = 512
 SOME_ROWS = Tile(64, 256, 4, 3)
 SOME_ROWS_MAX_OUTPUTS = 65_536
 
@@ -44,6 +46,8 @@ def choose_tile(num_rows: int, weight: Tensor, *, has_norm: bool) -> Tile | None
     if num_rows > MAX_ROWS or num_rows == 0 or weight.element_size() != 2:
         return None
     if num_rows == 1:
+        if num_out <= FEW_OUTPUTS:
+            return ONE_ROW_FEW_OUTPUTS
         return ONE_ROW_MANY_OUTPUTS if num_out >= MANY_OUTPUTS else ONE_ROW
     num_programs = num_out // SOME_ROWS.block_out
     fills_half = 2 * num_programs >= current_arch().num_cores
