@@ -20,11 +20,14 @@ HERE = Path(__file__).parent
 SELECTIONS = {
     "fused": ("test_contract.py", "rms_norm or _and_mul"),
     "write_qkv": ("test_contract.py", "write_qkv and (norms-bfloat16 or rotary64-float32)"),
-    "attend": ("test_contract.py", "attend and bfloat16 and not long"),
-    "attend_float32": ("test_contract.py", "attend and float32 and (everything or dim or tree)"),
+    "attend": ("test_contract.py", "attend and bfloat16 and not long and not mla"),
+    "attend_float32": ("test_contract.py", "attend and float32 and (everything or dim or tree) "
+                       "and not mla"),
     "sample": ("test_contract.py", "sample and not distribution"),
     "more": ("triton_cases.py", ""),
     "linear": ("triton_linear_cases.py", ""),
+    "mla": ("test_contract.py", "mla and bfloat16 or mla_write and float32"),
+    "more of mla": ("triton_mla_cases.py", ""),
     "pages": ("triton_page_cases.py", ""),
     "moe": ("triton_moe_cases.py", ""),
     "quantized": ("triton_quantized_cases.py", ""),
