@@ -26,7 +26,7 @@ from .core.configure import chunk_tokens, make_scheduler
 from .core.scheduler import Scheduler
 from .core.tiers import Tiers
 from .models.decoder import Decoder
-from .runtime import kv_buffers, kv_copies, model_files, weights
+from .runtime import gguf_weights, kv_buffers, kv_copies, model_files, weights
 from .runtime.fingerprint import fingerprint
 from .runtime.runner import ModelRunner
 from .runtime.stores import PageStore
@@ -92,7 +92,8 @@ class Builder:
             ):
                 if path is not None and not Path(path).exists():
                     raise StartError(f"{flag} {path}: there is no such file")
-        longest = self.files.config.longest_context
+        self._model = self.files.config
+        longest = self._model.longest_context
         asked = self.config.max_model_len
         if asked is not None and asked > longest:
             raise StartError(f"--max-model-len {asked} is more than the model's own {longest}")
@@ -135,9 +136,8 @@ class Builder:
         is_cpu = runtime.device.type == "cpu"
         with self._phase("weights"):
             executor = ThreadPoolExecutor(1)
-            model = Decoder(
-                self.files.config, backend.ops, runtime.device, dtype, self.max_model_len
-            )
+            self._keep_packed(backend)
+            model = Decoder(self._model, backend.ops, runtime.device, dtype, self.max_model_len)
             try:
                 backend.settle(_kinds(model), dtype, page_size)
             except BackendError as error:
@@ -194,7 +194,8 @@ class Builder:
             captured: where the device puts what it is asked to capture.
         """
         self._size(backend.runtime)
-        full = self.files.config
+        self._keep_packed(backend)
+        full = self._model
         kinds = [
             (w, full.moe is not None and full.moe.layers[i]) for i, w in enumerate(full.windows)
         ]
@@ -203,7 +204,7 @@ class Builder:
         device = backend.runtime.device
         model = Decoder(config, backend.ops, device, self._dtype, self.max_model_len)
         model.load(
-            (name, torch.empty(shape, device=device, dtype=self._dtype))
+            (name, torch.empty(shape, device=device, dtype=model.dtypes.get(name, self._dtype)))
             for name, shape in model.shapes.items()
         )
         runner = self._runner(
@@ -217,6 +218,14 @@ class Builder:
         if not self.config.disable_graphs:
             runner.capture(self._graph_rows, self._chunk)
         return steps + captured
+
+    def _keep_packed(self, backend: Backend) -> None:
+        """Keep a GGUF file's weights as they are, unless --dtype names another type for them."""
+        file, config = self.files.gguf, self.config
+        if file is None or config.dtype != "auto" or config.load_format == "dummy":
+            return
+        if self._model.quantization is None:
+            self._model = gguf_weights.keep_packed(file, self._model, backend.ops)
 
     def _size(self, runtime: DeviceRuntime) -> None:
         """Sizes that the device decides, where the configuration does not."""
@@ -265,7 +274,7 @@ class Builder:
         is_dummy = config.load_format == "dummy"
         key = fingerprint(
             [] if is_dummy else files.weights,
-            config=repr(files.config),
+            config=repr(self._model),
             dummy=[config.seed, backend.runtime.name] if is_dummy else None,
             dtype=str(dtype),
             kv_layout=getattr(provider, "kv_layout", "NHD"),
@@ -335,10 +344,11 @@ class Builder:
         files = self.files
         progress = None if self._progress is None else partial(self._progress, "weights")
         if self.config.load_format == "dummy":
-            return weights.dummy(model.shapes, files.config, device, dtype, self.config.seed)
+            seed, dtypes = self.config.seed, model.dtypes
+            return weights.dummy(model.shapes, self._model, device, dtype, seed, dtypes)
         if files.gguf is not None:
-            return weights.from_gguf(files.gguf, files.config, dtype, progress)
-        return weights.from_safetensors(list(files.weights), files.config, progress)
+            return gguf_weights.from_gguf(files.gguf, self._model, dtype, progress)
+        return weights.from_safetensors(list(files.weights), self._model, progress)
 
     def _pool_sizes(
         self, runtime: DeviceRuntime, model: Decoder, dtype: torch.dtype, working_bytes: int

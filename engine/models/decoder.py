@@ -23,15 +23,21 @@ from .linear import Linear
 from .mlp import MLP, MixtureOfExperts
 from .norms import NORMS, LayerNorm, RMSNorm, weight_of
 from .parameters import Parameters
+from .quantization.gguf import GgufConfig
 from .rope import rope_table
 
 if TYPE_CHECKING:
-    from ...backends.api import BatchMeta, LayerCache, Ops
+    from ...backends.api import BatchMeta, Ops, QuantizedWeight
     from .config import DeltaNetConfig, ModelConfig, MoEConfig
 
 
 class Embedding:
-    """Rows of a table [vocab, hidden], times a scale."""
+    """Rows of a table [vocab, hidden], times a scale.
+
+    Attributes:
+        weight: the table, or
+        packed: the same where a GGUF file's rows stay packed, as `Ops.linear` takes it.
+    """
 
     def __init__(self, name: str, config: ModelConfig, parameters: Parameters):
         self.weight: Tensor = torch.empty(0)
@@ -39,14 +45,25 @@ class Embedding:
         if self._scale is not None and config.round_embed_scale:
             self._scale = torch.tensor(self._scale, dtype=parameters.dtype).item()
         self._parameters = parameters
-        parameters.expect(f"{name}.weight", (config.vocab_size, config.hidden_size), self._put)
+        self.packed: Any = None
+        shape, quantization = (config.vocab_size, config.hidden_size), parameters.quantization
+        if isinstance(quantization, GgufConfig) and quantization.scheme(name) is not None:
+            parameters.expect_quantized(name, *shape, self._put_packed)
+        else:
+            parameters.expect(f"{name}.weight", shape, self._put)
+
+    def _put_packed(self, weight: QuantizedWeight) -> None:
+        self.packed = self._parameters.ops.pack_quantized(weight, None)
 
     def _put(self, tensor: Tensor) -> None:
         self.weight = tensor.to(self._parameters.device, self._parameters.dtype, copy=True)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """int64 [num_tokens] to a new tensor [num_tokens, hidden]."""
-        x = F.embedding(tokens, self.weight)
+        if self.packed is None:
+            x = F.embedding(tokens, self.weight)
+        else:
+            x = self._parameters.ops.quantized_rows(self.packed, tokens, self._parameters.dtype)
         return x if self._scale is None else x.mul_(self._scale)
 
 
@@ -90,6 +107,7 @@ class DecoderLayer:
         self._parallel = config.parallel
         self._weights: LayerWeights | None = None  # of a layer that the fused ops cover
         self._whole: Any = None
+        self._adds_experts = False
 
     def finish(self) -> None:
         """Collect the weights, once all are loaded."""
@@ -101,8 +119,10 @@ class DecoderLayer:
             isinstance(attention, Attention)
             and self._config.qk_norm in (None, "head")
             and not self._config.output_gate
+            and self._config.query_scaling is None
             and isinstance(mlp, MLP)
             and mlp.is_gated
+            and _are_plain(attention.qkv, attention.out, mlp.gate_up, mlp.down)
             and isinstance(before, RMSNorm)
             and isinstance(before_mlp, RMSNorm)
             and not isinstance(after, LayerNorm)
@@ -125,6 +145,16 @@ class DecoderLayer:
                 mlp_out_norm=weight_of(after_mlp),
             )
             self._whole = getattr(self._ops, "decoder_layer", None)
+        self._adds_experts = (
+            isinstance(mlp, MixtureOfExperts)
+            and mlp.can_add
+            and _are_plain(attention.qkv, attention.out)
+            and isinstance(before, RMSNorm)
+            and isinstance(before_mlp, RMSNorm)
+            and after is None
+            and after_mlp is None
+            and not self._parallel
+        )
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: Any
@@ -150,6 +180,15 @@ class DecoderLayer:
             ops.linear_add(x, w.down, residual)
             return None
         before, after, before_mlp, after_mlp = self._norms
+        if self._adds_experts:
+            assert isinstance(before, RMSNorm) and isinstance(before_mlp, RMSNorm)
+            assert isinstance(self._mlp, MixtureOfExperts)
+            if x is not None:
+                residual += x
+            qkv = before.linear(residual, self.attention.qkv.packed, self._dtype)
+            ops.linear_add(self.attention(qkv, meta, cache), self.attention.out.packed, residual)
+            self._mlp.add(residual, before_mlp)
+            return None
         x = normed = self._add_norm(before, x, residual)
         qkv = self.attention.qkv(x)
         x = self.attention.out(self.attention(qkv, meta, cache))
@@ -169,14 +208,21 @@ class DecoderLayer:
         return (residual if x is None else residual.add_(x)).to(self._dtype)
 
 
+def _are_plain(*linears: Linear) -> bool:
+    """Whether none is quantized."""
+    return all(linear.packed is not None for linear in linears)
+
+
 class Decoder:
     """A decoder-only language model.
 
     Args:
         max_positions: rows of the rotary tables; the model's own context by default.
+        kv_dtype: an fp8 type of keys and values; None for the model's own.
 
     Attributes:
         shapes: name to shape of every tensor that `load` expects.
+        dtypes: of those that are not of the model's type: codes of quantized weights.
     """
 
     def __init__(
@@ -186,12 +232,16 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         max_positions: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ):
         self.config = config
         self.vocab_size = config.vocab_size
         self._ops = ops
-        self._parameters = parameters = Parameters(ops, device, dtype)
+        self._parameters = parameters = Parameters(
+            ops, device, dtype, config.quantization, kv_dtype
+        )
         self.shapes: Mapping[str, tuple[int, ...]] = parameters.shapes
+        self.dtypes: Mapping[str, torch.dtype] = parameters.dtypes
         self._embedding = Embedding("model.embed_tokens", config, parameters)
         length = max_positions or config.max_position_embeddings
         rope = local_rope = rope_table(config.rope, length, device)
@@ -248,7 +298,9 @@ class Decoder:
         for layer in self._layers:
             layer.finish()
         if self._head is None:
-            self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
+            self._tied_head = self._embedding.packed
+            if self._tied_head is None:
+                self._tied_head = self._ops.pack_linear(self._embedding.weight, None)
 
     def forward(self, tokens: Tensor, meta: BatchMeta, caches: Iterable[Any]) -> Tensor:
         """Hidden states [num_tokens, hidden] of new tokens int64 [num_tokens], not yet normed.
@@ -267,8 +319,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [n, vocab] of chosen rows of the hidden states [n, hidden]."""
-        head = self._tied_head if self._head is None else self._head.packed
-        logits = self._norm.linear(hidden, head, torch.float32)
+        if self._head is not None and self._head.packed is None:
+            logits = self._head(self._norm(hidden), torch.float32)
+        else:
+            head = self._tied_head if self._head is None else self._head.packed
+            logits = self._norm.linear(hidden, head, torch.float32)
         if self.config.logit_scale is not None:
             logits *= self.config.logit_scale
         softcap = self.config.logit_softcap

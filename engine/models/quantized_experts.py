@@ -153,10 +153,11 @@ class Stack:
             StartError: they are not of the form of those before.
         """
         part = by_row(part)  # scales of whole tensors differ from part to part
-        codes, scales, block = part.codes, part.scales, part.block[0]
-        assert scales is not None
+        codes, block = part.codes, part.block[0]
+        scales = part.codes[:, :0] if part.scales is None else part.scales  # GGUF has them in codes
         num, num_out, _ = self.shape
         form = (part.kind, part.block, part.activations, codes.shape[1], scales.shape[1])
+        form = (*form, part.gguf_type)
         if not self._form:
             self._form = form
             self._codes = codes.new_empty(num, num_out, codes.shape[1])
@@ -190,10 +191,11 @@ class Stack:
             part.kind,
             self._codes,
             self.shape,
-            self._scales,
+            None if part.scales is None else self._scales,
             self._offsets,
             part.block,
             part.activations,
             self._input_scale,
             orders,
+            part.gguf_type,
         )

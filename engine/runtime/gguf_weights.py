@@ -37,23 +37,32 @@ READABLE = {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q5_0, GGML
             GGML.MXFP4}  # fmt: skip
 
 
+EMBEDDING = "model.embed_tokens.weight"
+ROUTER = "ffn_gate_inp"  # what the choice of experts hangs on is float32, never packed
+
+
 def keep_packed(file: GGUFFile, config: ModelConfig, ops: Ops) -> ModelConfig:
     """The config with those matrices of the file as quantized that the ops multiply packed.
 
     Raises:
         StartError: a tensor's name is not known.
     """
-    schemes, rest = {}, Counter[str]()
-    for name, entry in file.tensors.items():
-        kind = entry.type.name
-        if len(entry.shape) != 2 or kind in ("F32", "F16", "BF16"):
+    schemes: dict[str, GgufBlocks] = {}
+    packed, rest = Counter[str](), Counter[str]()
+    for name, ours in _names(file, config).items():
+        entry = file.tensors[name]
+        kind, is_experts = entry.type.name, len(entry.shape) == 3
+        if len(entry.shape) == 1 or ROUTER in name or kind in ("F32", "F16", "BF16"):
             continue
-        ours = _hf_name(file, name, config)
-        if kind in ops.gguf_types and (ours != EMBEDDING or hasattr(ops, "quantized_rows")):
-            schemes[ours.removesuffix(".weight")] = GgufBlocks(kind)
+        if (
+            kind in ops.gguf_types
+            and (ours[0] != EMBEDDING or hasattr(ops, "quantized_rows"))
+            and not (is_experts and _are_mixed(file, name, ops))
+        ):
+            schemes |= dict.fromkeys((n.removesuffix(".weight") for n in ours), GgufBlocks(kind))
+            packed[kind] += 1
         else:
             rest[kind] += 1
-    packed = Counter(scheme.gguf_type for scheme in schemes.values())
     for what, counts in (("stay packed", packed), ("are dequantized", rest)):
         if counts:
             types = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
@@ -61,7 +70,12 @@ def keep_packed(file: GGUFFile, config: ModelConfig, ops: Ops) -> ModelConfig:
     return replace(config, quantization=GgufConfig(schemes)) if schemes else config
 
 
-EMBEDDING = "model.embed_tokens.weight"
+def _are_mixed(file: GGUFFile, name: str, ops: Ops) -> bool:
+    """Whether a layer's experts cannot be packed: all of them must be, gate and up alike."""
+    layer = name.rpartition(".ffn_")[0]
+    entries = [file.tensors.get(f"{layer}.{part}_exps.weight") for part in gguf_map.EXPERTS]
+    types = ["" if entry is None else entry.type.name for entry in entries]
+    return types[0] != types[1] or not set(types) <= ops.gguf_types
 
 
 def from_gguf(
@@ -75,19 +89,13 @@ def from_gguf(
     Raises:
         StartError: a tensor's name or type is not known.
     """
-    names = {
-        name: _hf_name(file, name, config)
-        for name in file.tensors
-        if name != gguf_map.ROPE_FACTORS  # is in the config
-    }
+    names, quantization = _names(file, config), config.quantization
     total, done = sum(file.tensors[name].num_bytes for name in names), 0
     num_threads = min(os.cpu_count() or 1, 8)
 
     def start(name: str) -> tuple[Tensor, list[Future[None]]]:
-        quantization = config.quantization
-        if isinstance(quantization, GgufConfig) and quantization.scheme(
-            names[name].removesuffix(".weight")
-        ):
+        is_gguf = isinstance(quantization, GgufConfig)
+        if is_gguf and quantization.scheme(names[name][0].removesuffix(".weight")) is not None:
             return _raw(file, name), []
         return _start(file, name, dtype, pool)
 
@@ -98,24 +106,31 @@ def from_gguf(
             tensor, chunks = ahead.popleft()
             for chunk in chunks:
                 chunk.result()
-            yield ours, gguf_map.undo(ours, config)(tensor)
+            for part, one in zip(ours, tensor if len(ours) > 1 else (tensor,), strict=True):
+                yield part, gguf_map.undo(part, config)(one)
             ahead.extend(start(later) for later in islice(todo, 1))
             done += file.tensors[name].num_bytes
             if progress is not None:
                 progress(done, total)
 
 
-def _hf_name(file: GGUFFile, name: str, config: ModelConfig) -> str:
-    ours = gguf_map.hf_name(name, config.family)
-    if ours is None:
-        raise StartError(f"{file.path} has a tensor {name!r:.100} that the model lacks")
-    return ours
+def _names(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The Hugging Face names of all tensors that are read, by their names in the file."""
+    names = {}
+    for name, entry in file.tensors.items():
+        if gguf_map.is_unread(name, config):
+            continue
+        names[name] = ours = gguf_map.hf_names(name, config)
+        if not ours:
+            raise StartError(f"{file.path} has a tensor {name!r:.100} that the model lacks")
+        if len(ours) > 1 and len(ours) != entry.shape[0]:
+            raise StartError(f"{file.path}: {name} is of {entry.shape[0]} parts, not {len(ours)}")
+    return names
 
 
 def _raw(file: GGUFFile, name: str) -> Tensor:
-    """Raw rows of a matrix, uint8 [rows, row_bytes], in the file's memory."""
-    rows = file.tensors[name].shape[0]
-    return torch.from_numpy(file.data(name)).view(rows, -1)
+    """Raw rows of a matrix, uint8 [..., rows, row_bytes], in the file's memory."""
+    return torch.from_numpy(file.data(name)).view(*file.tensors[name].shape[:-1], -1)
 
 
 def _start(
@@ -125,7 +140,8 @@ def _start(
     entry = file.tensors[name]
     if entry.type not in READABLE:
         raise StartError(f"{file.path} stores {name} as {entry.type.name}, which is not read")
-    tensor = torch.empty(entry.shape, dtype=torch.float32 if len(entry.shape) == 1 else dtype)
+    is_exact = len(entry.shape) == 1 or "_norm" in name or ROUTER in name
+    tensor = torch.empty(entry.shape, dtype=torch.float32 if is_exact else dtype)
     rows = tensor.view(-1, entry.shape[-1])
     data = file.data(name).reshape(len(rows), -1)
 

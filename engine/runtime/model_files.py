@@ -193,9 +193,11 @@ def _gguf(path: Path, name: str) -> ModelFiles:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise StartError(f"{path} has no token embedding; it holds no language model")
-    factors = None
-    if gguf_map.ROPE_FACTORS in file.tensors:
-        factors = file.data(gguf_map.ROPE_FACTORS).view(np.float32).tolist()
+    factors = {
+        name: file.data(name).view(np.float32).tolist()
+        for name in gguf_map.IN_THE_CONFIG
+        if name in file.tensors
+    }
     fields = gguf_map.hf_fields(meta, file.tensors, embedding.shape[0], factors)
     stored = {t.type.name for t in file.tensors.values() if len(t.shape) > 1}
     if stored <= {"F32", "F16"}:

@@ -1,4 +1,4 @@
-"""Reads tensors by their Hugging Face names, from safetensors, GGUF, or a random generator.
+"""Reads tensors by their Hugging Face names, from safetensors or a random generator.
 
 Runs on: gpu, pool.
 """
@@ -6,25 +6,16 @@ Runs on: gpu, pool.
 from __future__ import annotations
 
 import json
-import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType as GGML
-from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..api.errors import StartError
-from ..models import gguf_map
 from ..models.registry import FAMILIES
-from .gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from ..models.config import ModelConfig
@@ -34,10 +25,7 @@ Weights = Iterator[tuple[str, Tensor]]
 
 # Tensors of old checkpoints that hold nothing a config does not say.
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")
-CHUNK_ELEMENTS = 1 << 20  # dequantized at once: small enough for a cache, and for short waits
-READABLE = {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q5_0, GGML.Q5_1, GGML.Q8_0,
-            GGML.Q2_K, GGML.Q3_K, GGML.Q4_K, GGML.Q5_K, GGML.Q6_K, GGML.IQ4_NL, GGML.IQ4_XS,
-            GGML.MXFP4}  # fmt: skip
+CODE_DEVIATION = 16  # of dummy codes of 8 bits, so that none is too large
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -103,83 +91,31 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
-def from_gguf(
-    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
-) -> Weights:
-    """Tensors in Hugging Face's layout, matrices as `dtype`, vectors (norms, biases) as float32.
-
-    Threads dequantize a few tensors ahead, in chunks of rows; nothing but time depends on that.
-
-    Raises:
-        StartError: a tensor's name or type is not known.
-    """
-    names: dict[str, str] = {}
-    for name in file.tensors:
-        if name == gguf_map.ROPE_FACTORS:  # is in the config
-            continue
-        ours = gguf_map.hf_name(name, config.family)
-        if ours is None:
-            raise StartError(f"{file.path} has a tensor {name!r:.100} that the model lacks")
-        names[name] = ours
-    total, done = sum(file.tensors[name].num_bytes for name in names), 0
-    num_threads = min(os.cpu_count() or 1, 8)
-    with ThreadPoolExecutor(num_threads) as pool:
-        todo = iter(names)
-        ahead = deque(_start(file, name, dtype, pool) for name in islice(todo, 2 * num_threads))
-        for name, ours in names.items():
-            tensor, chunks = ahead.popleft()
-            for chunk in chunks:
-                chunk.result()
-            yield ours, gguf_map.undo(ours, config)(tensor)
-            ahead.extend(_start(file, later, dtype, pool) for later in islice(todo, 1))
-            done += file.tensors[name].num_bytes
-            if progress is not None:
-                progress(done, total)
-
-
-def _start(
-    file: GGUFFile, name: str, dtype: torch.dtype, pool: ThreadPoolExecutor
-) -> tuple[Tensor, list[Future[None]]]:
-    """A tensor that the pool is about to fill."""
-    entry = file.tensors[name]
-    if entry.type not in READABLE:
-        raise StartError(f"{file.path} stores {name} as {entry.type.name}, which is not read")
-    tensor = torch.empty(entry.shape, dtype=torch.float32 if len(entry.shape) == 1 else dtype)
-    rows = tensor.view(-1, entry.shape[-1])
-    data = file.data(name).reshape(len(rows), -1)
-
-    def fill(chunk: slice) -> None:
-        rows[chunk] = torch.from_numpy(dequantized(data[chunk], entry.type))
-
-    step = max(CHUNK_ELEMENTS // entry.shape[-1], 1)
-    chunks = [slice(at, at + step) for at in range(0, len(rows), step)]
-    return tensor, [pool.submit(fill, chunk) for chunk in chunks]
-
-
-def dequantized(data: np.ndarray, kind: GGML) -> np.ndarray:
-    """Raw rows uint8 [rows, row_bytes] as float32 [rows, row_length]."""
-    if kind is GGML.F32:
-        return data.view(np.float32).copy()  # torch wants memory that can be written to
-    return dequantize(data, kind)
-
-
 def dummy(
     shapes: Mapping[str, tuple[int, ...]],
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Weights:
-    """Random weights, normal (0, 0.02), made on the device; norms do not scale.
+    """Random weights, near normal (0, 0.02), made on the device; norms do not scale.
 
     Args:
-        shapes: `Decoder.shapes`.
+        shapes, dtypes: `Decoder.shapes` and `Decoder.dtypes`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():
-        tensor = torch.empty(shape, device=device, dtype=dtype)
+        tensor = torch.empty(shape, device=device, dtype=(dtypes or {}).get(name, dtype))
         if "norm" in name and name.endswith(".weight"):
             tensor.fill_(0.0 if config.norm_plus_one else 1.0)
-        else:
+        elif "_scale" in name or name.endswith(".scales"):
+            tensor.fill_(120 if tensor.dtype == torch.uint8 else 0.02 / CODE_DEVIATION)
+        elif tensor.is_floating_point() and tensor.itemsize > 1:
             tensor.normal_(0, 0.02, generator=generator)
+        elif tensor.dtype in (torch.uint8, torch.int32):  # several codes
+            tensor.view(torch.uint8).random_(0, 256, generator=generator)
+        else:
+            codes = torch.empty(shape, device=device, dtype=dtype)
+            tensor.copy_(codes.normal_(0, CODE_DEVIATION, generator=generator))
         yield name, tensor

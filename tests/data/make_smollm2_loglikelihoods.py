@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from stoker.engine.runtime import model_files, weights
+from stoker.engine.runtime import gguf_weights, model_files
 
 PAIRS = [
     ("The capital of France is", [" Paris", " London", " a large, old city by the river Seine."]),
@@ -28,7 +28,7 @@ def main():
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(**where), dtype=torch.float32
     ).eval()
-    tensors = dict(weights.from_gguf(files.gguf, files.config, torch.float32))
+    tensors = dict(gguf_weights.from_gguf(files.gguf, files.config, torch.float32))
     result = model.load_state_dict(tensors, strict=False)
     assert result.missing_keys in ([], ["lm_head.weight"]) and not result.unexpected_keys
     model.tie_weights()

@@ -1,7 +1,9 @@
 """A minimal serving loop: steps over a paged cache, as the runner makes them."""
 
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.registry import build
 from stoker.engine.runtime.kv_buffers import with_states
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 SHAPE = dict(
     vocab_size=300,

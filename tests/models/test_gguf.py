@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as GGML
+from gguf_files import convert, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.engine.api.errors import StartError
 from stoker.engine.models.rope import inverse_frequencies
-from stoker.engine.runtime import model_files, weights
+from stoker.engine.runtime import gguf_weights, model_files
 from stoker.engine.runtime.gguf_file import GGUFFile
 
 ROWS, ROW = 70, 512
@@ -28,31 +29,6 @@ LARGEST_ERROR = {  # relative to the largest value; of types that gguf can write
     "Q4_1": 0.07,
     "Q4_0": 0.13,
 }
-
-
-def write(path: Path, architecture: str, fields: dict, tensors: dict) -> Path:
-    """A GGUF file by gguf's writer; a tensor is float32, or (raw bytes [rows, n], type)."""
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in fields.items():
-        key = key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            writer.add_string(key, value)
-    for name, tensor in tensors.items():
-        data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def raw(kind: GGML, values: np.ndarray) -> np.ndarray:
@@ -73,15 +49,17 @@ def raw(kind: GGML, values: np.ndarray) -> np.ndarray:
         return codes.reshape(values.shape[0], -1)
 
 
-@pytest.mark.parametrize("kind", sorted(weights.READABLE), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", sorted(gguf_weights.READABLE), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tensor_of_every_type(kind, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 8 * ROW)  # so that there are several chunks
+    monkeypatch.setattr(gguf_weights, "CHUNK_ELEMENTS", 8 * ROW)  # so that there are several chunks
     values = np.random.default_rng(1).normal(size=(ROWS, ROW)).astype(np.float32)
     data = raw(kind, values)
     path = write(tmp_path / "x.gguf", "qwen2", {}, {"blk.3.ffn_up.weight": (data, kind)})
-    config = type("Config", (), {"family": "qwen2"})
-    [(name, tensor)] = weights.from_gguf(GGUFFile(path), config, dtype)
+    config = type(
+        "Config", (), {"family": "qwen2", "quantization": None, "moe": None, "unread": ()}
+    )
+    [(name, tensor)] = gguf_weights.from_gguf(GGUFFile(path), config, dtype)
     assert name == "model.layers.3.mlp.up_proj.weight"
     assert tensor.dtype == dtype
     reference = gguf.quants.dequantize(data.reshape(ROWS, -1), kind)
@@ -113,52 +91,6 @@ HF_CASES = {  # family to (llama.cpp's name, fields of a small config)
 }
 
 
-def convert(hf: torch.nn.Module, architecture: str) -> tuple[dict, dict]:
-    """Metadata and tensors as llama.cpp's converter writes them; names by gguf's own table."""
-    config = hf.config
-    fields = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.eot_token_id": 7,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.chat_template": "{{ messages }}",
-        "tokenizer.ggml.tokens": [f"token {i}" for i in range(config.vocab_size)],
-    }
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_dim * config.num_attention_heads != config.hidden_size:
-        fields["attention.key_length"] = fields["attention.value_length"] = head_dim
-    if architecture == "gemma3":
-        fields["rope.freq_base"] = 1e6
-        fields["rope.scaling.type"], fields["rope.scaling.factor"] = "linear", 8.0
-        fields["attention.sliding_window"] = config.sliding_window
-    else:
-        fields["rope.freq_base"] = config.rope_parameters["rope_theta"]
-        fields["rope.dimension_count"] = head_dim
-    names = gguf.get_tensor_name_map(
-        {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture], config.num_hidden_layers
-    )
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    tensors = {}
-    for name, tensor in hf.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        tensor = tensor.numpy()
-        part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
-            halves = tensor.reshape(heads[part], 2, head_dim // 2, -1)
-            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        if architecture == "gemma3" and part.endswith("norm"):
-            tensor = tensor + 1
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor
-    return fields, tensors
-
-
 @pytest.mark.parametrize("family", HF_CASES)
 def test_a_whole_model_in_float32(family, tmp_path, make_hf_model, loop, float32_model):
     architecture, fields = HF_CASES[family]
@@ -172,7 +104,7 @@ def test_a_whole_model_in_float32(family, tmp_path, make_hf_model, loop, float32
     steps = []
     model = float32_model(files.config)
     model.load(
-        weights.from_gguf(
+        gguf_weights.from_gguf(
             files.gguf, files.config, torch.float32, lambda done, total: steps.append((done, total))
         )
     )
@@ -201,7 +133,7 @@ def test_rope_factors_of_llama3_and_yarn(tmp_path, make_hf_model):
     files = model_files.resolve(str(write(tmp_path / "a.gguf", "llama", fields, with_factors)))
     torch.testing.assert_close(inverse_frequencies(files.config.rope, 256), inverse)
     assert "rope_freqs.weight" not in dict(
-        weights.from_gguf(files.gguf, files.config, torch.float32)
+        gguf_weights.from_gguf(files.gguf, files.config, torch.float32)
     )
 
     fields |= {
@@ -313,20 +245,26 @@ def test_missing_and_unknown_tensors_are_named(name, tmp_path, make_hf_model, fl
     moved = {("blk.0.mystery.weight" if n == name else n): t for n, t in tensors.items()}
     files = model_files.resolve(str(write(path, "qwen2", fields, moved)))
     with pytest.raises(StartError, match=r"blk\.0\.mystery\.weight"):
-        float32_model(files.config).load(weights.from_gguf(files.gguf, files.config, torch.float32))
+        float32_model(files.config).load(
+            gguf_weights.from_gguf(files.gguf, files.config, torch.float32)
+        )
     del tensors[name]
     files = model_files.resolve(str(write(path, "qwen2", fields, tensors)))
     with pytest.raises(StartError, match=r"lack the tensor model\.(layers\.0\.|norm)"):
-        float32_model(files.config).load(weights.from_gguf(files.gguf, files.config, torch.float32))
+        float32_model(files.config).load(
+            gguf_weights.from_gguf(files.gguf, files.config, torch.float32)
+        )
 
 
 def test_an_unknown_architecture_and_an_unread_type(tmp_path):
     embedding = {"token_embd.weight": np.ones((2, 256), np.float32)}
-    path = write(tmp_path / "a.gguf", "qwen2moe", {}, embedding)
-    with pytest.raises(StartError, match=r"'qwen2moe' is not supported \(nearest: qwen2\).*gemma3"):
+    path = write(tmp_path / "a.gguf", "qwen9", {}, embedding)
+    with pytest.raises(StartError, match=r"'qwen9' is not supported \(nearest: qwen.*gemma3"):
         model_files.resolve(str(path))
     block = np.zeros((2, 66), np.uint8)
     path = write(tmp_path / "b.gguf", "llama", {}, {"output.weight": (block, GGML.IQ2_XXS)})
-    config = type("Config", (), {"family": "llama"})
+    config = type(
+        "Config", (), {"family": "llama", "quantization": None, "moe": None, "unread": ()}
+    )
     with pytest.raises(StartError, match=r"output\.weight as IQ2_XXS"):
-        list(weights.from_gguf(GGUFFile(path), config, torch.float32))
+        list(gguf_weights.from_gguf(GGUFFile(path), config, torch.float32))

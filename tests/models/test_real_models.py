@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stoker.engine.runtime import weights
+from stoker.engine.runtime import gguf_weights
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3_270m"])
@@ -13,7 +13,7 @@ def test_greedy_tokens_of_a_gguf_file_equal_those_of_transformers(
     files = request.getfixturevalue(name)
     items = request.getfixturevalue(f"{name}_greedy")
     model = float32_model(files.config)
-    model.load(weights.from_gguf(files.gguf, files.config, torch.float32))
+    model.load(gguf_weights.from_gguf(files.gguf, files.config, torch.float32))
     prompts = [item["prompt_ids"] for item in items]
     expected = [item["output_ids"] for item in items]
     num_new = [len(tokens) for tokens in expected]
@@ -48,7 +48,7 @@ def test_gemma_answers_as_transformers_does_here(gemma3_270m, gemma3_270m_greedy
         tie_word_embeddings=True,
     )
     model = transformers.Gemma3ForCausalLM(config).eval()
-    tensors = dict(weights.from_gguf(gemma3_270m.gguf, c, torch.float32))
+    tensors = dict(gguf_weights.from_gguf(gemma3_270m.gguf, c, torch.float32))
     result = model.load_state_dict(tensors, strict=False)
     assert result.missing_keys in ([], ["lm_head.weight"]) and not result.unexpected_keys
     model.tie_weights()

@@ -28,7 +28,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "cohere",
     ("CohereForCausalLM",),
-    None,
+    "command-r",
     refine,
     "attention and MLP in parallel, layer norms, rotary in pairs, scaled logits",
     {"max_position_embeddings": 8192, "rope_theta": 500_000.0, "tie_word_embeddings": True},

@@ -21,7 +21,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "cohere2",
     ("Cohere2ForCausalLM",),
-    None,
+    "cohere2",
     refine,
     "Command R's blocks, three layers of four with a window, the fourth without rotary embedding",
     {"max_position_embeddings": 8192, "sliding_window": 4096, "tie_word_embeddings": True},

@@ -39,7 +39,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "gemma2",
     ("Gemma2ForCausalLM",),
-    None,
+    "gemma2",
     refine,
     "softcaps of attention and logits, sandwich norms, every other layer with a window",
     defaults={

@@ -28,7 +28,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "glm4",
     ("Glm4ForCausalLM", "GlmForCausalLM"),
-    None,
+    "glm4",
     refine,
     "partial rotary in pairs, sandwich norms, fused gate and up",
     {

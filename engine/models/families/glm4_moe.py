@@ -23,7 +23,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "glm4_moe",
     ("Glm4MoeForCausalLM",),
-    None,
+    "glm4moe",
     refine,
     "experts beside shared ones, by sigmoids and a bias; partial rotary, norms of q and k",
     {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}

@@ -30,7 +30,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "granite",
     ("GraniteForCausalLM",),
-    None,
+    "granite",
     refine,
     "multipliers of embeddings, attention, sublayers and logits",
 )

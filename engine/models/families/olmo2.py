@@ -29,7 +29,7 @@ DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 FAMILY = Family(
     "olmo2",
     ("Olmo2ForCausalLM",),
-    None,
+    "olmo2",
     refine,
     "norms behind attention and MLP only, norms of q and k over all heads",
     DEFAULTS,

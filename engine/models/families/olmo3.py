@@ -25,7 +25,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "olmo3",
     ("Olmo3ForCausalLM",),
-    None,
+    None,  # llama.cpp calls it olmo2
     refine,
     "OLMo 2's norms, three layers of four with a window and a rope of their own",
     olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096},

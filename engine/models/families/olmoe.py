@@ -34,7 +34,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "olmoe",
     ("OlmoeForCausalLM",),
-    None,
+    "olmoe",
     refine,
     "experts in all layers, norms of q and k over all heads",
     {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},

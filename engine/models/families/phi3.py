@@ -21,7 +21,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "phi3",
     ("Phi3ForCausalLM",),
-    None,
+    "phi3",
     refine,
     "fused projections, longrope, partial rotary, a window on all layers",
     {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},

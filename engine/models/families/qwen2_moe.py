@@ -43,7 +43,7 @@ def experts(config: ModelConfig, hf: Fields) -> MoEConfig:
 FAMILY = Family(
     "qwen2_moe",
     ("Qwen2MoeForCausalLM",),
-    None,
+    "qwen2moe",
     refine,
     "experts beside a gated shared one in all or some layers, biases of q, k and v",
     {"max_position_embeddings": 32_768, "sliding_window": 4096, "num_local_experts": 60}

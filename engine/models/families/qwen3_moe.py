@@ -33,7 +33,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
-    None,
+    "qwen3moe",
     refine,
     "experts in all or some layers, norms of q and k; images are not read",
     {"max_position_embeddings": 32_768, "sliding_window": 4096, "num_local_experts": 128}

@@ -33,7 +33,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "smollm3",
     ("SmolLM3ForCausalLM",),
-    None,
+    "smollm3",
     refine,
     "layers without rotary embedding",
     {"num_key_value_heads": 4, "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}

@@ -27,7 +27,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "stablelm",
     ("StableLmForCausalLM",),
-    None,
+    "stablelm",
     refine,
     "layer norms, partial rotary; parallel blocks and norms of q and k where asked for",
     {"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},

@@ -28,7 +28,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "starcoder2",
     ("Starcoder2ForCausalLM",),
-    None,
+    "starcoder2",
     refine,
     "layer norms and linears with biases, an MLP without a gate, a window on all layers",
     {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
