@@ -20,7 +20,30 @@ FAMILIES = {
     "Glm4": dict(head_dim=24),
     "Cohere2": dict(logit_scale=0.7, sliding_window=8, num_hidden_layers=4),
     "Starcoder2": {},
+    "DeepseekV3": dict(
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        num_key_value_heads=4,
+        num_experts_per_tok=2,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+    ),
     "StableLm": dict(use_parallel_residual=True, qk_layernorm=True),
+    "Qwen2Moe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48)
+    | dict(shared_expert_intermediate_size=40),
+    "GptOss": dict(num_local_experts=6, num_experts_per_tok=2, head_dim=32, sliding_window=8),
+    "Glm4Moe": dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=48)
+    | dict(use_qk_norm=True),
+    "Ministral3": dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.7}
+        | {"original_max_position_embeddings": 16},
+    ),
 }
 
 
