@@ -101,7 +101,7 @@ class CompileOnly:
             kernel.metadata.num_warps * TARGETS[self.name].warp_size,
             _amd_spills(asm) if is_amd else _nvidia_stack(binary),
             len(re.findall(MATRIX_INSTRUCTIONS[self.name], asm)),
-            args[0].dtype == torch.float32,
+            bool(args) and args[0].dtype == torch.float32,
             len(re.findall(r"\bbuffer_load_", asm)),
         )
 

@@ -29,6 +29,7 @@ VARIABLE = "STOKER_PROOFS"
 
 Proof = tuple[str, str, str, str]  # backend, op, provider, label; compiled:TARGET for one target
 COMPILED_FOR = {"cuda": {"sm_80", "sm_90", "sm_100"}, "rocm": {"gfx90a", "gfx942", "gfx950"}}
+OF_AITER = {"gfx942", "gfx950"}
 
 
 def prove(backend: str, op: str, provider: str, label: str) -> None:
@@ -75,7 +76,8 @@ def earned(proofs: set[Proof]) -> labels.Labels:
     for backend, op, provider in provided():
         which = {label for b, o, p, label in proofs if (b, o, p) == (backend, op, provider)}
         targets = {label.split(":")[1] for label in which if ":" in label}
-        if targets >= COMPILED_FOR.get(backend, {""}):
+        wanted = OF_AITER if provider == "aiter" else COMPILED_FOR.get(backend, {""})
+        if targets >= wanted:
             which.add("compiled")
         names = [label for label in labels.LABELS if label in which]
         out.setdefault(backend, {}).setdefault(op, {})[provider] = names

@@ -79,14 +79,23 @@ SELECTED = (
 
 
 def test_the_contract_s_checks_on_the_real_package():
+    plugins = ["-p", "triton_interpreter", "-p", "aiter_emulated", "-k", SELECTED]
+    _passes([*plugins, "test_contract.py", "aiter_cases.py"], TRITON_INTERPRET="1")
+
+
+def test_its_attention_compiles():
+    _passes(["aiter_compiled.py"])
+
+
+def _passes(arguments, **variables):
+    """In a process of its own: the package is imported, in one of two ways."""
     aiter_package.unpacked()
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-k", SELECTED]
+    names = [str(HERE / name) if name.endswith(".py") else name for name in arguments]
     done = subprocess.run(
-        [*command, "-p", "triton_interpreter", "-p", "aiter_emulated"]
-        + [str(HERE / name) for name in ("test_contract.py", "aiter_cases.py")],
+        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *names],
         cwd=HERE.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
     )
