@@ -47,15 +47,20 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model):
-    hf = make_hf_model(family, FAMILIES[family])
-    hf.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink()
+def save(hf, folder):
+    """A folder that the engine can load, with a tokenizer of bytes."""
+    hf.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(str, range(10, 54))]
     tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model):
+    hf = make_hf_model(family, FAMILIES[family])
+    save(hf, tmp_path)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     with Engine(model=str(tmp_path), dtype="float32", chunked_prefill_size=32) as engine:
         first, again = (engine.generate(PROMPTS, params) for _ in range(2))
@@ -65,3 +70,17 @@ def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model
             logits = hf(torch.tensor([prompt + one.token_ids]), use_cache=False).logits[0]
         assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == one.token_ids
         assert other.token_ids == one.token_ids
+
+
+def test_latents_come_back_from_host_memory(tmp_path, make_hf_model):
+    """Pools whose values are empty, through records of the host cache."""
+    save(make_hf_model("DeepseekV3", FAMILIES["DeepseekV3"]), tmp_path)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    others = [[i, *range(3, 100)] for i in range(3)]
+    options = dict(dtype="float32", page_size=16, kv_tokens=160, host_cache_ratio=4.0)
+    with Engine(model=str(tmp_path), **options) as engine:
+        (first,) = engine.generate(PROMPTS[:1], params)
+        for other in others:  # each takes most of the pool, so nothing of the first stays there
+            engine.generate([other], params)
+        (again,) = engine.generate(PROMPTS[:1], params)
+    assert again.num_cached >= 48 and again.token_ids == first.token_ids
