@@ -199,7 +199,7 @@ def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Ba
         if name not in known:
             raise BackendError(f"unknown backend {name!r}, there are {', '.join(known)}")
         module, runtime = _open(known[name])
-        return assemble(module, runtime, overrides or {})
+        return _labelled(assemble(module, runtime, overrides or {}))
     reasons = []
     for record in BACKENDS:
         try:
@@ -209,8 +209,21 @@ def select(name: str = "auto", overrides: Mapping[str, str] | None = None) -> Ba
         else:
             why = "".join(f"; {reason}" for reason in reasons)
             logger.info("backend %s on %s%s", record.name, runtime.description, why)
-            return assemble(module, runtime, overrides or {})
+            return _labelled(assemble(module, runtime, overrides or {}))
     raise BackendError("no backend can run: " + "; ".join(reasons))
+
+
+def _labelled(backend: Backend) -> Backend:
+    """The backend, with a warning where nothing that it would use was ever run on such a device."""
+    name = backend.runtime.name
+    chosen = ((choice.op, choice.provider) for choice in backend.choices.values())
+    if name in labels.load() and not any("ran" in labels.of(name, *pair) for pair in chosen):
+        logger.warning(
+            "backend %s was never run on its own devices: `stoker backends` says how far it was "
+            "verified, `stoker check-backend` whether it is right here",
+            name,
+        )
+    return backend
 
 
 def build(name: str, specs: Iterable[AttentionSpec], dtype: torch.dtype) -> list[str]:

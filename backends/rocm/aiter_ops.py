@@ -60,7 +60,7 @@ class AiterProvider:
 
     def __init__(self) -> None:
         self._ours = RocmTritonOps()
-        self._ones: dict[torch.device, Tensor] = {}
+        self._scales: dict[tuple[float, torch.device], Tensor] = {}
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
         """Imports the package, which compiles a part of it where that was not done yet."""
@@ -73,11 +73,11 @@ class AiterProvider:
         self._fp8 = runtime.facts.fp8
         return package.reason_against(self.functions)
 
-    def _one(self, device: torch.device) -> Tensor:
-        """A scale of 1."""
-        if device not in self._ones:
-            self._ones[device] = torch.ones(1, device=device)
-        return self._ones[device]
+    def _scale(self, value: float, device: torch.device) -> Tensor:
+        """On the device: float32 [1]."""
+        if (value, device) not in self._scales:
+            self._scales[value, device] = torch.full((1,), value, device=device)
+        return self._scales[value, device]
 
 
 class AiterOps(AiterQuantizedOps, AiterProvider):
@@ -110,7 +110,7 @@ class AiterOps(AiterQuantizedOps, AiterProvider):
         if meta.tree_mask is not None or q.dtype not in HALVES:
             return self._ours.attend(q, meta, cache, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        scale = None if cache.k.dtype == q.dtype else self._one(q.device)
+        is_fp8 = cache.k.dtype != q.dtype
         package.unified_attention(
             q=q,
             k=cache.k,
@@ -126,8 +126,8 @@ class AiterOps(AiterQuantizedOps, AiterProvider):
             block_table=_tables(meta),
             softcap=spec.softcap or 0.0,
             q_descale=None,
-            k_descale=scale,
-            v_descale=scale,
+            k_descale=self._scale(spec.k_scale, q.device) if is_fp8 else None,
+            v_descale=self._scale(spec.v_scale, q.device) if is_fp8 else None,
             sinks=spec.sinks,
         )
         return out.flatten(1)
@@ -215,6 +215,8 @@ class AiterOps(AiterQuantizedOps, AiterProvider):
 
     def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """topk_softmax, grouped_topk, biased_grouped_topk; what none of them does is ours."""
+        if spec.num_shared:
+            return self._ours.route(logits, spec, bias)
         num_tokens, num_experts = logits.shape
         gating = logits.contiguous()
         weights = torch.empty(num_tokens, spec.top_k, device=logits.device)
@@ -320,7 +322,6 @@ class AiterPagedOps(AiterProvider):
         if not is_decode or spec.sinks is not None or q.dtype not in HALVES:
             return self._unified.attend(q, meta, cache, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        one = self._one(q.device)
         parts = -(-meta.max_kv_len // PARTITION)
         elements = q.shape[0] * spec.num_heads * parts
         num_bytes = elements * (spec.head_dim * q.element_size() + 2 * 4)  # outputs, maxima, sums
@@ -339,8 +340,8 @@ class AiterPagedOps(AiterProvider):
             kv_cache_dtype="auto" if cache.k.dtype == q.dtype else "fp8",
             kv_cache_layout="NHD",
             logits_soft_cap=spec.softcap or 0.0,
-            k_scale=one,
-            v_scale=one,
+            k_scale=self._scale(spec.k_scale, q.device),
+            v_scale=self._scale(spec.v_scale, q.device),
             sliding_window=spec.window or 0,
         )
         return out.flatten(1)
@@ -392,7 +393,7 @@ class AiterRopeOps(AiterProvider):
                 reuse_freqs_front_part=True,
                 nope_first=False,
             )
-        one = self._one(qkv.device)
+        one = self._scale(1.0, qkv.device)
         package.reshape_and_cache_flash(
             key=k,
             value=v,

@@ -44,8 +44,3 @@ def weight_to_fnuz(weight: QuantizedWeight) -> QuantizedWeight:
         scales=None if weight.scales is None else weight.scales * 2,
         input_scale=None if weight.input_scale is None else weight.input_scale * 2,
     )
-
-
-def kv_scale_of_fnuz(scale: float) -> float:
-    """A checkpoint's scale of an e4m3fn KV cache, for one in e4m3fnuz: codes mean half."""
-    return 2 * scale

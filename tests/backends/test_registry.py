@@ -168,6 +168,16 @@ def test_auto_says_why(backends, caplog):
     assert line.startswith("backend three on a three device; backend one cannot run here: there is")
 
 
+def test_what_was_never_run_says_so(backends, monkeypatch, caplog):
+    known = {"three": {"attend": {"fast": ["emulated"], "plain": ["ran"]}}}
+    monkeypatch.setattr(labels, "load", lambda: known)
+    registry.select("three")
+    assert "three was never run on its own devices" in caplog.text
+    caplog.clear()
+    registry.select("three", {"attend": "plain"})
+    assert "never run" not in caplog.text
+
+
 def test_the_cpu_backend_has_every_op():
     backend = registry.select("cpu")
     assert backend.runtime.name == "cpu"
