@@ -36,7 +36,9 @@ class PlainCodes:
     def create(self, num_out: int, num_in: int) -> dict[str, Expected]:
         """A scale has two dimensions, but that of a tensor."""
         rows, columns = self.block[0] or num_out, self.block[1] or num_in
-        shape = (-(-num_out // rows), -(-num_in // columns))
+        shape: tuple[int, ...] = (-(-num_out // rows), -(-num_in // columns))
+        if self.block == (0, 0):
+            shape = (1,)
         dtype = torch.float8_e4m3fn if self.kind == "fp8" else torch.int8
         tensors = {"weight": Expected((num_out, num_in), dtype), "weight_scale": Expected(shape)}
         zeros = Expected(shape, dtype, must_be_zero=self.is_symmetric)

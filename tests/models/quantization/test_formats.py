@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from writers import Writer, awq, fp8, gptq, quantize_folder
+from writers import Writer, awq, fp8, gptq, ordered_groups, quantize_folder
 
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.backends.quantized import dequantize
@@ -114,6 +114,22 @@ CASES = {
         AWQ | dict(group_size=32, modules_to_not_convert=["down_proj", "layers.1.self_attn.k"]),
         awq(32),
         plain=r"lm_head|.*down_proj|.*layers\.1\.self_attn\.k_proj",
+    ),
+    "compressed-tensors, ordered groups": Case(
+        dict(
+            quant_method="compressed-tensors",
+            format="pack-quantized",
+            config_groups={
+                "group_0": dict(
+                    targets=["Linear"],
+                    weights=dict(
+                        num_bits=4, type="int", strategy="group", group_size=32, actorder="group"
+                    ),
+                )
+            },
+            ignore=["lm_head"],
+        ),
+        ordered_groups(32),
     ),
     "fp8 dynamic": Case(FP8 | dict(activation_scheme="dynamic"), fp8(), "fp8 token"),
     "fp8 static": Case(FP8_STATIC, fp8(input_scale=0.01), "fp8 0.01"),

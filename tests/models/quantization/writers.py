@@ -128,6 +128,25 @@ def awq(group_size: int) -> Writer:
     return write
 
 
+def ordered_groups(group_size: int) -> Writer:
+    """compressed-tensors' pack-quantized with weight_g_idx, which it no longer writes."""
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        num_in = weight.shape[1]
+        gen = torch.Generator().manual_seed(num_in)
+        group_of = (torch.arange(num_in) // group_size)[torch.randperm(num_in, generator=gen)]
+        codes, scales, zeros = group_parameters(weight, group_of, 4, is_symmetric=True)
+        tensors = {
+            "weight_packed": words(codes.T, 4).T,
+            "weight_scale": scales.T,
+            "weight_shape": torch.tensor(weight.shape),
+            "weight_g_idx": group_of.int(),
+        }
+        return tensors, (codes - zeros[group_of].T) * scales[group_of].T
+
+    return write
+
+
 def fp8(
     block: tuple[int, int] | None = None,
     per_channel: bool = False,
