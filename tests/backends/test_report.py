@@ -1,0 +1,73 @@
+"""`stoker check-backend`: it finds what is wrong, goes on, and tells so by its exit code."""
+
+import json
+
+import proofs
+import pytest
+
+from stoker.backends import cpu
+from stoker.backends.api import BackendError
+from stoker.backends.contract.report import check_backend
+from stoker.backends.reference import ReferenceOps
+from stoker.http.cli import main
+
+
+class Wrong(ReferenceOps):
+    """Off by a little in one op, broken in another, right in a third."""
+
+    name = "wrong"
+
+    def rms_norm(self, x, weight, eps):
+        return super().rms_norm(x, weight, eps) * 1.1
+
+    def silu_and_mul(self, x):
+        raise RuntimeError("illegal memory access\nand more")
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    monkeypatch.setattr(cpu, "providers", lambda: [Wrong()])
+
+
+OPS = ["rms_norm", "silu_and_mul", "gelu_and_mul"]
+
+
+def test_what_is_right(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    flags = ["--backend", "cpu", "--op", "rms_norm", "--provider", "torch", "--case", "bfloat16"]
+    assert main(["check-backend", *flags, "--report", str(path)]) == 0
+    assert "all right" in capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert report["backend"] == "cpu" and report["facts"]["dist_backend"] == "gloo"
+    assert report["versions"]["torch"]
+    (row,) = report["ops"]
+    assert (row["op"], row["provider"], row["failed"]) == ("rms_norm", "torch", [])
+    assert row["passed"] == 4 and 0 < row["worst_error"] < 1
+
+
+def test_what_is_wrong_is_told_and_the_rest_goes_on(wrong, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    flags = [part for op in OPS for part in ("--op", op)]
+    code = main(["check-backend", "--backend", "cpu", *flags, "--report", str(path)])
+    printed = capsys.readouterr().out
+    assert code == 1 and "FAILED" in printed
+    rows = {row["op"]: row for row in json.loads(path.read_text())["ops"]}
+    assert all("times what is allowed" in line for line in rows["rms_norm"]["failed"])
+    assert len(rows["rms_norm"]["failed"]) == 12 and rows["rms_norm"]["passed"] == 0
+    assert "RuntimeError: illegal memory access (" in rows["silu_and_mul"]["failed"][0]
+    assert rows["gelu_and_mul"]["failed"] == [] and rows["gelu_and_mul"]["is_chosen"]
+
+
+def test_only_what_passed_earns_a_label(wrong, tmp_path, monkeypatch):
+    *_, report = check_backend("cpu", OPS)
+    (tmp_path / "machine.json").write_text(json.dumps(report.as_json()))
+    monkeypatch.setattr(proofs, "REPORTS", tmp_path)
+    assert proofs.reported() == {("cpu", "gelu_and_mul", "wrong", "ran")}
+
+
+def test_what_is_not_there():
+    with pytest.raises(BackendError, match="no rms_nrom is checked, there are add_rms_norm"):
+        list(check_backend("cpu", ["rms_nrom"]))
+    with pytest.raises(BackendError, match="no aiter is checked, there are native, torch"):
+        list(check_backend("cpu", providers=["aiter"]))
+    assert main(["check-backend", "--backend", "rocm"]) == 2
