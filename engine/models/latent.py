@@ -7,7 +7,7 @@ the key's rotary part, which all heads share. New tokens attend in one of two wa
   what comes out is projected up to a value. It reads the cache alone, so it is for few new tokens.
 * dense: keys and values of the context are projected up, a bounded part of it at a time, whose
   results are merged by their log-sum-exps. A third of the work for each pair of tokens, so it is
-  for many new tokens.
+  for prompts, and for many new tokens behind a cached context.
 
 Runs on: gpu.
 """
@@ -202,19 +202,21 @@ class LatentAttention:
         )
 
     def _dense_is_less(self, meta: BatchMeta, first: int) -> bool:
-        """Whether pairs of a new token and a key make up for projecting the keys up."""
+        """Whether it is less work for the rows from `first` on."""
         q_lens = np.diff(meta.qo_indptr_cpu[first:]).astype(np.int64)
         kv_lens = meta.kv_lens_cpu[first:].astype(np.int64)
         num_pairs = int((q_lens * kv_lens - q_lens * (q_lens - 1) // 2).sum())
-        return dense_is_less(self._latent, num_pairs, int(kv_lens.sum()))
+        return dense_is_less(self._latent, num_pairs, int(q_lens.sum()), int(kv_lens.sum()))
 
 
-def dense_is_less(latent: LatentConfig, num_pairs: int, num_keys: int) -> bool:
-    """By multiplications of one head."""
+def dense_is_less(latent: LatentConfig, num_pairs: int, num_new: int, num_keys: int) -> bool:
+    """By multiplications of one head: for each pair of a new token and a key that it sees, and to
+    project each new token's query and value (absorbed), or each key and value (dense).
+    """
     absorbed = 2 * latent.kv_rank + latent.rope_dim
     dense = latent.nope_dim + latent.rope_dim + latent.value_dim
     up = latent.kv_rank * (latent.nope_dim + latent.value_dim)
-    return num_pairs * dense + num_keys * up < num_pairs * absorbed
+    return num_pairs * dense + num_keys * up < num_pairs * absorbed + num_new * up
 
 
 def first_rows(meta: BatchMeta, num_rows: int) -> BatchMeta:

@@ -96,12 +96,12 @@ def test_absorbed_equals_dense(model, loop, monkeypatch, max_bytes):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_many_new_tokens_are_dense_few_are_absorbed():
+def test_prompts_and_many_new_tokens_are_dense_few_are_absorbed():
     config = parse_config(V2_LITE).latent
-    assert not latent.dense_is_less(config, 300 * 301 // 2, 300)
-    assert latent.dense_is_less(config, 400 * 401 // 2, 400)
-    assert not latent.dense_is_less(config, 100 * 8000, 8000)
-    assert latent.dense_is_less(config, 200 * 8000, 8000)
+    assert latent.dense_is_less(config, 30 * 31 // 2, 30, 30)  # a prompt without a cached prefix
+    for num_new, is_dense in ((1, False), (150, False), (200, True)):
+        num_pairs = num_new * 8000 - num_new * (num_new - 1) // 2
+        assert latent.dense_is_less(config, num_pairs, num_new, 8000) == is_dense
 
 
 def test_a_token_takes_its_latents_alone():
