@@ -87,6 +87,9 @@ class BatchMeta:
         tree_mask: bool [sum of q_len * kv_len], row after row, for verification; None is causal.
         shared: pages that several decode rows begin with. A kernel may read such a prefix once
             for all of them; ignoring it is correct too.
+        windowed: the same batch for layers with a window, where they have a page pool of their own:
+            its block_table and out_slots are that pool's. Pages that no new token sees any more
+            are stale or 0 in its table.
         plans: what a provider derives from this description, keyed by the provider's name (and
             more, where it likes), so that every layer uses it again.
     """
@@ -107,7 +110,12 @@ class BatchMeta:
     max_kv_len: int
     tree_mask: Tensor | None = None
     shared: SharedPrefixes | None = None
+    windowed: BatchMeta | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
+
+    def of(self, window: int | None) -> BatchMeta:
+        """The batch as a layer with this window is to see it."""
+        return self if window is None or self.windowed is None else self.windowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +295,8 @@ class RouterSpec:
         renormalize: whether a token's weights are divided by their sum. A softmax over the chosen
             logits alone (gpt-oss, Mixtral) is this, too.
         scale: multiplies the weights in the end.
+        num_shared: experts behind those of the logits that every token has, too, after its top_k,
+            with a weight of 1.
     """
 
     top_k: int
@@ -295,6 +305,7 @@ class RouterSpec:
     top_groups: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -516,8 +527,8 @@ class Ops(Protocol):
             bias: float32 [num_experts] added to the scores for the choice, not to the weights.
 
         Returns:
-            Expert ids int32 [num_tokens, top_k], valid ones even where the logits are broken, and
-            weights float32 [num_tokens, top_k].
+            Expert ids int32 [num_tokens, top_k + num_shared], valid ones even where the logits are
+            broken, and weights float32 of the same shape.
         """
 
     def pack_experts(self, weights: ExpertWeights) -> Any:

@@ -129,8 +129,12 @@ class ReferenceOps:
             q, k = _rotate(q, rope, meta.positions), _rotate(k, rope, meta.positions)
         written = meta.out_slots >= 0
         slots = meta.out_slots[written]
-        for pool, new in ((cache.k, k), (cache.v, v)):
-            pool.view(-1, *pool.shape[2:])[slots] = new[written].to(pool.dtype)
+        for pool, new, scale in ((cache.k, k, spec.k_scale), (cache.v, v, spec.v_scale)):
+            new = new[written]
+            if pool.dtype.itemsize == 1:
+                limit = torch.finfo(pool.dtype).max
+                new = (_up(new) / scale).clamp(-limit, limit)
+            pool.view(-1, *pool.shape[2:])[slots] = new.to(pool.dtype)
         return q.to(qkv.dtype)
 
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
@@ -235,6 +239,10 @@ class ReferenceOps:
         if spec.renormalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         weights = weights * spec.scale
+        if spec.num_shared:
+            shared = torch.arange(spec.num_shared, device=ids.device) + logits.shape[1]
+            ids = torch.cat((ids, shared.expand(len(ids), -1)), dim=1)
+            weights = F.pad(weights, (0, spec.num_shared), value=1.0)
         return ids.int(), weights.to(logits.dtype)
 
     def pack_experts(self, weights: ExpertWeights) -> Any:
@@ -275,6 +283,19 @@ class ReferenceOps:
             y = quantized.linear(y, quantized.of_expert(w.down, expert), bias, out.dtype)
             out.index_add_(0, tokens, y * topk_weights[tokens, ranks, None].to(y.dtype))
         return out.to(x.dtype)
+
+    def norm_experts_add(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        packed: Any,
+    ) -> None:
+        """The ops that it is made of."""
+        x = self.rms_norm(residual, norm_weight, eps)
+        residual += self.experts(x, topk_ids, topk_weights, packed)
 
     def decoder_layer(
         self,
@@ -425,7 +446,9 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: Attentio
     # The heads of a group become query rows of their kv head.
     grouped = _up(q).unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
     keys, values = (x.to(grouped.dtype).transpose(0, 1) for x in (k, v))
-    logits = (grouped @ keys.transpose(1, 2) * spec.scale).view(spec.num_heads, q_len, -1)
+    logits = (grouped @ keys.transpose(1, 2) * (spec.scale * spec.k_scale)).view(
+        spec.num_heads, q_len, -1
+    )
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     logits = logits.masked_fill(~visible, -math.inf)
@@ -434,5 +457,5 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: Attentio
     else:
         sinks = spec.sinks.to(logits.dtype)[:, None, None].expand(-1, q_len, 1)
         p = torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]
-    out = p.view(spec.num_kv_heads, group * q_len, -1) @ values
+    out = p.view(spec.num_kv_heads, group * q_len, -1) @ values * spec.v_scale
     return out.view(spec.num_heads, q_len, -1).transpose(0, 1).to(q.dtype)

@@ -499,6 +499,7 @@ ROUTERS = {
     "mixtral": (RouterSpec(2), 8, False),
     "one_of_six": (RouterSpec(1, renormalize=False, scale=2.0), 6, False),
     "sigmoid": (RouterSpec(6, "sigmoid", scale=2.5), 72, True),
+    "shared": (RouterSpec(6, "sigmoid", scale=2.5, num_shared=2), 64, True),
     "groups": (RouterSpec(6, "softmax", 8, 3, renormalize=False, scale=16.0), 160, False),
     "groups_with_bias": (RouterSpec(8, "sigmoid", 8, 4, scale=2.5), 256, True),
 }
@@ -532,6 +533,7 @@ EXPERTS = {  # num_experts, top_k, hidden, inner, activation, has_bias
     "mixtral": (4, 2, 128, 32, "silu", False),
     "gpt_oss": (6, 3, 40, 24, "swiglu_clamped", True),
     "gelu": (3, 1, 36, 20, "gelu_tanh", True),
+    "aligned": (8, 2, 64, 128, "silu", False),  # as vendors' kernels want it
 }
 
 

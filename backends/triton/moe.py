@@ -141,6 +141,7 @@ def _route(
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
@@ -181,8 +182,9 @@ def _route(
             is_chosen = is_chosen | (g == group)
         choice = tl.where(is_chosen[:, None], choice, none)
 
-    j = tl.arange(0, triton.next_power_of_2(TOP_K))
-    ids = tl.zeros_like(j)
+    WIDTH: tl.constexpr = TOP_K + NUM_SHARED
+    j = tl.arange(0, triton.next_power_of_2(WIDTH))
+    ids = NUM_EXPERTS + j - TOP_K
     weights = j.to(tl.float32) * 0.0
     for rank in tl.static_range(TOP_K):
         top = tl.max(tl.max(choice, 1), 0)
@@ -194,16 +196,18 @@ def _route(
         choice = tl.where(is_it, none, choice)
     if RENORMALIZE:
         weights /= tl.maximum(tl.sum(weights, 0), 1e-20)
-    tl.store(ids_ptr + token * TOP_K + j, ids, mask=j < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + j, weights * scale, mask=j < TOP_K)
+    weights = tl.where(j < TOP_K, weights * scale, 1.0)
+    tl.store(ids_ptr + token * WIDTH + j, ids, mask=j < WIDTH)
+    tl.store(weights_ptr + token * WIDTH + j, weights, mask=j < WIDTH)
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Expert ids int32 and weights float32, [num_tokens, top_k] each."""
+    """Expert ids int32 and weights float32, [num_tokens, top_k + num_shared] each."""
     num_tokens, num_experts = logits.shape
     assert logits.stride(1) == 1 and num_experts % spec.num_groups == 0
-    ids = torch.empty(num_tokens, spec.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=logits.device)
+    shape = num_tokens, spec.top_k + spec.num_shared
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route[(num_tokens,)](
             logits,
@@ -216,6 +220,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor
             TOP_K=spec.top_k,
             NUM_GROUPS=spec.num_groups,
             TOP_GROUPS=spec.top_groups,
+            NUM_SHARED=spec.num_shared,
             BLOCK_G=triton.next_power_of_2(spec.num_groups),
             BLOCK_S=triton.next_power_of_2(num_experts // spec.num_groups),
             IS_SOFTMAX=spec.scoring == "softmax",

@@ -5,6 +5,7 @@ Runs on: gpu.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +22,34 @@ if TYPE_CHECKING:
 class Experts:
     """Gated MLPs, all of a layer's in one packed weight.
 
+    Args:
+        shared: names of the gate, up and down projections of an MLP that is as large as
+            moe.router.num_shared experts, and becomes those, behind the others.
+
     Attributes:
         packed: what the ops take, once all are loaded.
     """
 
-    def __init__(self, name: str, config: ModelConfig, moe: MoEConfig, parameters: Parameters):
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        parameters: Parameters,
+        shared: Sequence[str] = (),
+    ):
         self._parameters, self._moe = parameters, moe
         self._activation = moe.activation or config.activation
         self.packed: Any = None
         num, hidden, inner = moe.num_experts, config.hidden_size, moe.intermediate_size
-        self._shapes: dict[str, tuple[int, ...]] = {
-            "gate_up": (num, 2 * inner, hidden),
-            "down": (num, hidden, inner),
+        self._shapes: dict[str, tuple[int, ...]] = {  # of one expert
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "gate_up_bias": (2 * inner,),
+            "down_bias": (hidden,),
         }
-        if moe.bias:
-            self._shapes |= {"gate_up_bias": (num, 2 * inner), "down_bias": (num, hidden)}
         self._weights: dict[str, Tensor] = {}  # until all are there
-        self._missing = num * (6 if moe.bias else 3)  # gate, up, down of each
+        self._missing = num * (6 if moe.bias else 3) + len(shared)  # gate, up, down of each
         single: dict[str, list[str]] = {"gate_up": [], "down": []}
         parts = zip(moe.projections, ("gate_up", "gate_up", "down"), (0, inner, 0), strict=False)
         for projection, which, first in parts:
@@ -47,9 +59,15 @@ class Experts:
                 full_name = f"{name}.experts.{expert}.{projection}.weight"
                 single[which].append(full_name)
                 parameters.expect(full_name, shape, partial(self._put, which, expert, rows))
+        parts = zip(shared, ("gate_up", "gate_up", "down"), (0, inner, 0), strict=False)
+        size = moe.router.num_shared * inner
+        for full_name, which, first in parts:
+            shape = (hidden, size) if which == "down" else (size, hidden)
+            put = partial(self._put_shared, which, first)
+            parameters.expect(f"{full_name}.weight", shape, put)
         for which, stacked in zip(("gate_up", "down"), moe.stacked, strict=True):
             full_name = f"{name}.{stacked}"
-            num, num_out, num_in = self._shapes[which]
+            num_out, num_in = self._shapes[which]
             put = partial(self._put_stacked, which)
             if single[which]:
                 parameters.expect_instead(full_name, (num, num_out, num_in), put, single[which])
@@ -66,9 +84,18 @@ class Experts:
         self._target(which)[expert, rows].copy_(tensor)
         self._loaded(1)
 
+    def _put_shared(self, which: str, first: int, tensor: Tensor) -> None:
+        num, inner = self._moe.router.num_shared, self._moe.intermediate_size
+        target = self._target(which)[-num:]
+        if which == "down":
+            target.copy_(tensor.unflatten(1, (num, inner)).transpose(0, 1))
+        else:
+            target[:, first : first + inner].copy_(tensor.unflatten(0, (num, inner)))
+        self._loaded(1)
+
     def _put_stacked(self, which: str, tensor: Tensor) -> None:
-        target = self._target(which)
-        num, *shape = self._shapes[which]
+        num, shape = self._moe.num_experts, self._shapes[which]
+        target = self._target(which)[:num]
         if self._moe.transposed and tensor.shape == (num, *reversed(shape)):
             tensor = tensor.transpose(1, -1)  # of a bias, nothing
         if self._moe.interleaved and which.startswith("gate_up"):
@@ -79,7 +106,9 @@ class Experts:
     def _target(self, which: str) -> Tensor:
         if which not in self._weights:
             device, dtype = self._parameters.device, self._parameters.dtype
-            self._weights[which] = torch.empty(self._shapes[which], device=device, dtype=dtype)
+            num = self._moe.num_experts + self._moe.router.num_shared
+            shape = (num, *self._shapes[which])
+            self._weights[which] = torch.empty(shape, device=device, dtype=dtype)
         return self._weights[which]
 
     def _loaded(self, count: int) -> None:

@@ -5,6 +5,7 @@ Runs on: gpu.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -133,25 +134,44 @@ class Router:
 class MixtureOfExperts:
     """The weighted sum of the gated MLPs that the router chooses for each token.
 
-    A shared expert, where there is one, is added for every token.
+    A shared expert, where there is one, is added for every token: as so many experts more, that
+    every token has, where it can be cut into such.
     """
 
     def __init__(self, layer: str, config: ModelConfig, moe: MoEConfig, parameters: Parameters):
         name, shared = f"{layer}.{moe.block}", moe.shared
+        first = f"experts.0.{moe.projections[0]}" if moe.projections else "experts"
+        is_plain = parameters.scheme(f"{name}.{first}") is None
+        shared_name = "" if shared is None else f"{layer}.{shared.name}"
+        if (
+            shared is not None
+            and is_plain
+            and parameters.scheme(f"{shared_name}.{shared.projections[0]}") is None
+            and shared.gate is None
+            and len(shared.projections) == len(moe.projections)
+            and shared.intermediate_size % moe.intermediate_size == 0
+            and moe.activation is None
+            and not config.mlp_bias
+        ):
+            num_shared = shared.intermediate_size // moe.intermediate_size
+            moe = replace(moe, router=replace(moe.router, num_shared=num_shared))
+            self.experts: Experts | QuantizedExperts = Experts(
+                name, config, moe, parameters, [f"{shared_name}.{n}" for n in shared.projections]
+            )
+            shared = None
+        else:
+            kind = Experts if is_plain else QuantizedExperts
+            self.experts = kind(name, config, moe, parameters)
         parts = {f"{name}.{moe.gate}": moe.num_experts}
         self._is_gated = shared is not None and shared.gate is not None
         if shared is not None and shared.gate is not None:
             parts[f"{layer}.{shared.gate}"] = 1
         correction = None if moe.correction_bias is None else f"{name}.{moe.correction_bias}"
         self._router = Router(parts, config.hidden_size, moe, correction, parameters)
-        first = f"experts.0.{moe.projections[0]}" if moe.projections else "experts"
-        is_plain = parameters.scheme(f"{name}.{first}") is None
-        kind = Experts if is_plain else QuantizedExperts
-        self.experts = kind(name, config, moe, parameters)
         self._shared: MLP | None = None
         self._ops = parameters.ops
         if shared is not None:
-            self._shared = MLP(f"{layer}.{shared.name}", config, parameters, shared)
+            self._shared = MLP(shared_name, config, parameters, shared)
 
     @property
     def can_add(self) -> bool:

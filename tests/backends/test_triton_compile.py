@@ -41,7 +41,7 @@ from stoker.backends.triton import (
 from stoker.backends.triton.flash import Tile
 
 HAS_DOT = {"_decode", "_extend", "_shared_prefix", "_grouped"}
-GROUPS = RouterSpec(8, "sigmoid", 8, 4, scale=2.5)
+GROUPS = RouterSpec(8, "sigmoid", 8, 4, scale=2.5, num_shared=1)
 MAX_SPILL = 64  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile
 NATIVE_FP8 = {
     "sm_90": torch.float8_e4m3fn,
