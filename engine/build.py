@@ -22,10 +22,12 @@ from ..backends.api import BackendError, MLASpec
 from .api.config import EngineConfig
 from .api.errors import StartError
 from .core.budget import StepCost
-from .core.configure import chunk_tokens, make_scheduler
+from .core.configure import chunk_tokens, make_scheduler, split_pool
 from .core.scheduler import Scheduler
 from .core.tiers import Tiers
+from .core.windows import pages_of_window
 from .models.decoder import Decoder
+from .models.quantization import config as quantization
 from .runtime import gguf_weights, kv_buffers, kv_copies, model_files, weights
 from .runtime.fingerprint import fingerprint
 from .runtime.runner import ModelRunner
@@ -37,9 +39,10 @@ from .text.chat_template import ChatTemplate
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..backends.api import AttentionSpec, DeviceRuntime
+    from ..backends.api import AttentionSpec, DeviceRuntime, LayerCache
     from ..backends.registry import Backend
     from .compile_ahead import Ahead
+    from .models.config import ModelConfig
 
 Progress = Callable[[str, int, int], None]
 
@@ -51,10 +54,16 @@ GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
 
 
 class PoolSizes(NamedTuple):
-    """Tokens of the KV pool, and snapshots of recurrent states."""
+    """What there is room for.
+
+    Attributes:
+        tokens: of the KV pool. snapshots: of recurrent states.
+        window_tokens: of the pool of layers with a window; 0 where all layers share one.
+    """
 
     tokens: int
-    snapshots: int
+    snapshots: int = 0
+    window_tokens: int = 0
 
 
 class Builder:
@@ -93,6 +102,15 @@ class Builder:
                 if path is not None and not Path(path).exists():
                     raise StartError(f"{flag} {path}: there is no such file")
         self._model = self.files.config
+        if self.config.quantization is not None:
+            if self._model.quantization is not None:
+                raise StartError(
+                    f"--quantization {self.config.quantization}: the checkpoint is quantized "
+                    f"already ({self._model.quantization.method})"
+                )
+            self._model = replace(
+                self._model, quantization=quantization.online(self.config.quantization)
+            )
         longest = self._model.longest_context
         asked = self.config.max_model_len
         if asked is not None and asked > longest:
@@ -137,7 +155,7 @@ class Builder:
         with self._phase("weights"):
             executor = ThreadPoolExecutor(1)
             self._keep_packed(backend)
-            model = Decoder(self._model, backend.ops, runtime.device, dtype, self.max_model_len)
+            model = self._decoder(self._model, backend)
             try:
                 backend.settle(_kinds(model), dtype, page_size)
             except BackendError as error:
@@ -151,13 +169,21 @@ class Builder:
             with self._phase("kernels"):
                 warming.result()
             with self._phase("warm-up"):
-                runner = self._runner(backend, model, 2 + chunk // page_size, num_states=1)
+                few = 2 + chunk // page_size
+                runner = self._runner(
+                    backend, model, few, few if self._window(model) else 0, num_states=1
+                )
                 working_bytes = runner.measure(chunk)
         with self._phase("kv pool"):
             sizes = self._pool_sizes(runtime, model, dtype, working_bytes)
             tokens, num_slots = sizes.tokens, config.max_running_requests + 1
+            num_window_pages = 1 + sizes.window_tokens // page_size if sizes.window_tokens else 0
             runner = self._runner(
-                backend, model, 1 + tokens // page_size, num_states=num_slots + sizes.snapshots
+                backend,
+                model,
+                1 + tokens // page_size,
+                num_window_pages,
+                num_states=num_slots + sizes.snapshots,
             )
         if runtime.has_graphs and not config.disable_graphs:
             with self._phase("graphs"):
@@ -180,6 +206,8 @@ class Builder:
             cost=cost,
             tiers=tiers,
             num_snapshots=sizes.snapshots if model.state_spec else None,
+            window=self._window(model) if num_window_pages else None,
+            num_window_pages=num_window_pages,
         )
         return scheduler, runner
 
@@ -202,15 +230,17 @@ class Builder:
         num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         config = replace(full, num_layers=num_layers, windows=full.windows[:num_layers])
         device = backend.runtime.device
-        model = Decoder(config, backend.ops, device, self._dtype, self.max_model_len)
+        model = self._decoder(config, backend)
         model.load(
             (name, torch.empty(shape, device=device, dtype=model.dtypes.get(name, self._dtype)))
             for name, shape in model.shapes.items()
         )
+        few = 2 + self._chunk // self._page_size
         runner = self._runner(
             backend,
             model,
-            2 + self._chunk // self._page_size,
+            few,
+            few if self._window(model) else 0,
             num_states=self.config.max_running_requests + 1,
         )
         steps: list[Callable[[], None]] = [partial(runner.walk, self._chunk)]
@@ -227,6 +257,10 @@ class Builder:
         if self._model.quantization is None:
             self._model = gguf_weights.keep_packed(file, self._model, backend.ops)
 
+    def _decoder(self, config: ModelConfig, backend: Backend) -> Decoder:
+        device, length = backend.runtime.device, self.max_model_len
+        return Decoder(config, backend.ops, device, self._dtype, length, self._fp8_cache)
+
     def _size(self, runtime: DeviceRuntime) -> None:
         """Sizes that the device decides, where the configuration does not."""
         config = self.config
@@ -234,6 +268,14 @@ class Builder:
         self._dtype = (
             runtime.default_dtype(saved) if config.dtype == "auto" else getattr(torch, config.dtype)
         )
+        self._fp8_cache = None
+        if config.kv_cache_dtype != "auto":
+            self._fp8_cache = fp8 = runtime.facts.fp8
+            flag = f"--kv-cache-dtype {config.kv_cache_dtype}"
+            if fp8 is None:
+                raise StartError(f"{flag}: {runtime.description} does not compute in fp8")
+            if self.files.config.latent is not None:
+                raise StartError(f"{flag}: latent attention keeps its cache in the model's type")
         self._page_size = config.page_size or runtime.default_page_size
         self._max_pages = -(-self.max_model_len // self._page_size)
         is_cpu = runtime.device.type == "cpu"
@@ -249,11 +291,29 @@ class Builder:
             self._ahead.wait()
         backend.warm(_all_kinds(model), self._dtype, self._page_size)
 
+    def _window(self, model: Decoder) -> int | None:
+        """The longest window of a model's layers, if these are to have a KV pool of their own."""
+        if self.config.window_kv_ratio == 1 or has_tiers(self.config) or model.state_spec:
+            return None
+        window = max(filter(None, windows_of(model)), default=self.max_model_len)
+        return window if window < self.max_model_len else None
+
     def _runner(
-        self, backend: Backend, model: Decoder, num_pages: int, *, num_states: int
+        self,
+        backend: Backend,
+        model: Decoder,
+        num_pages: int,
+        num_window_pages: int,
+        *,
+        num_states: int,
     ) -> ModelRunner:
+        """Model and pools; without window pages all layers have the same."""
         dtype, device = self._dtype, backend.runtime.device
-        pools = kv_buffers.allocate(model.kv_spec, num_pages, self._page_size, dtype, device)
+        kv_dtype = self._fp8_cache or dtype
+        pools: list[LayerCache] = []
+        for shape, window in zip(model.kv_spec, windows_of(model), strict=True):
+            n = num_window_pages if window and num_window_pages else num_pages
+            pools += kv_buffers.allocate([shape], n, self._page_size, kv_dtype, device)
         return ModelRunner(
             model,
             backend.ops,
@@ -263,6 +323,7 @@ class Builder:
             max_pages=self._max_pages,
             page_size=self._page_size,
             max_step_tokens=self._max_step_tokens,
+            num_window_pages=num_window_pages,
         )
 
     def _tiers(self, backend: Backend, runner: ModelRunner, dtype: torch.dtype) -> Tiers:
@@ -359,8 +420,16 @@ class Builder:
         snapshots = config.state_snapshots
         if snapshots is None:
             snapshots = 2 * config.max_running_requests if per_state else 0
+        window, windowed = self._window(model), 0
+        useful = least = 0
+        if window is not None:
+            least = pages_of_window(window, self._page_size) * self._page_size
+            # As much as all requests that may run hold, and once more for the prefix cache.
+            useful = 2 * (config.max_running_requests * least + self._max_step_tokens)
+            least += self._chunk
         if config.kv_tokens is not None:
-            return PoolSizes(config.kv_tokens, snapshots)
+            windowed = min(int(config.kv_tokens * config.window_kv_ratio), useful)
+            return PoolSizes(config.kv_tokens, snapshots, windowed if windowed > least else 0)
         free, total = runtime.memory()
         if runtime.device.type == "cpu":
             budget = int(free * CPU_POOL_SHARE)
@@ -371,8 +440,17 @@ class Builder:
         if per_state and config.state_snapshots is None:
             snapshots = min(snapshots, max(budget, 0) // 4 // per_state)
         budget -= snapshots * per_state
-        per_token = kv_buffers.bytes_per_token(model.kv_spec, dtype)
-        tokens = min(budget // per_token, config.max_running_requests * self.max_model_len)
+        kv_dtype = self._fp8_cache or dtype
+        per_token = kv_buffers.bytes_per_token(model.kv_spec, kv_dtype)
+        most = config.max_running_requests * self.max_model_len
+        tokens = min(budget // per_token, most)
+        if window is not None:
+            shapes = zip(model.kv_spec, windows_of(model), strict=True)
+            full = kv_buffers.bytes_per_token([s for s, own in shapes if not own], kv_dtype)
+            ratio = config.window_kv_ratio
+            sizes = split_pool(budget, full, per_token - full, ratio, most, useful)
+            if sizes[1] > least:
+                tokens, windowed = sizes
         if tokens < 256:
             others, flags = "", "--mem-fraction, or --kv-tokens"
             if per_state:
@@ -383,13 +461,18 @@ class Builder:
                 f"are free, a token takes {per_token / 2**10:.0f} KiB{others}; a smaller model, a "
                 f"higher {flags} may help"
             )
-        return PoolSizes(tokens, snapshots)
+        return PoolSizes(tokens, snapshots, windowed)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - began
+
+
+def windows_of(model: Decoder) -> list[int | None]:
+    """The window of each layer with a KV pool."""
+    return [getattr(spec, "window", None) for spec in model.attention_specs]
 
 
 def has_tiers(config: EngineConfig) -> bool:

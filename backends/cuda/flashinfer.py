@@ -73,7 +73,9 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, spec: AttentionSpec, dtype: torch.dtype) -> Kind | None:
         """None for layers that FlashInfer does not serve."""
-        if spec.sinks is not None or spec.head_dim not in HEAD_DIMS or dtype.itemsize != 2:
+        if spec.head_dim not in HEAD_DIMS or dtype.itemsize != 2:
+            return None
+        if spec.sinks is not None or spec.kv_dtype is not None:
             return None
         values = (getattr(spec, name) for name in cls._fields[:-1])
         return cls._make((*values, dtype))
@@ -182,7 +184,7 @@ class FlashInferOps:
         """Choose what it serves of a model with such layers; why that is nothing, or None."""
         kinds = _kinds(specs, dtype)
         if not kinds:
-            return "it does not serve such layers (head size, type, or sinks)"
+            return "it does not serve such layers (head size, type, sinks, or an fp8 cache)"
         try:
             if is_forced:
                 self.uses, times = {kind: _preferred(kind) for kind in kinds}, {}

@@ -41,7 +41,7 @@ def attention_steps(
     ) -> None:
         meta = tiny_batch(num_rows, q_len, page_size, device, is_shared)
         shape = (1, page_size, spec.num_kv_heads, spec.head_dim)
-        k = torch.zeros(shape, dtype=dtype, device=device)
+        k = torch.zeros(shape, dtype=spec.kv_dtype or dtype, device=device)
         q = torch.zeros(meta.num_tokens, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
         attend(q, meta, LayerCache(k, k), spec, splits=splits)
 

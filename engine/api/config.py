@@ -33,6 +33,12 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "type of weights and activations", "model"
     )
+    quantization: Literal["fp8", "int8", "int4"] | None = option(
+        None,
+        "round the weights of linears when they are loaded (fp8 and int8: activations, too); not for "
+        "checkpoints that are quantized already",
+        "model",
+    )
     max_model_len: int | None = option(
         None, "longest context in tokens; the model's own by default", "model", ge=8
     )
@@ -75,12 +81,26 @@ class EngineConfig(BaseModel):
     kv_tokens: int | None = option(
         None, "size of the KV pool in tokens; measured by default", "memory", ge=16
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = option(
+        "auto",
+        "type of keys and values; fp8_e4m3 holds twice as many tokens (on GPUs; by the "
+        "checkpoint's scales, where it has some)",
+        "memory",
+    )
     mem_fraction: float = option(
         0.9,
         "share of the free device memory that weights and KV pool may use",
         "memory",
         gt=0.0,
         le=0.98,
+    )
+    window_kv_ratio: float = option(
+        0.4,
+        "where some layers see a window of the context only: tokens that they have room for, as a "
+        "share of those of the others; 1 gives all layers the same",
+        "memory",
+        gt=0.0,
+        le=1.0,
     )
     state_snapshots: int | None = option(
         None,

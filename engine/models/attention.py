@@ -6,15 +6,19 @@ Runs on: gpu.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...backends.api import AttentionSpec, Rope
+from ..api.errors import StartError
 from .linear import Linear
 from .norms import HeadNorms, RMSNorm, weight_of
-from .parameters import Parameters
+from .parameters import Expected, Parameters
+from .rope import query_scales
 
 if TYPE_CHECKING:
     from ...backends.api import BatchMeta, LayerCache
@@ -37,10 +41,26 @@ class Attention:
         if config.has_sinks:
             sinks = parameters.keep(f"{name}.sinks", (heads,))
         self.spec = AttentionSpec(
-            heads, kv_heads, dim, config.attention_scale, window, config.attention_softcap, sinks
+            heads,
+            kv_heads,
+            dim,
+            config.attention_scale,
+            window,
+            config.attention_softcap,
+            sinks,
+            parameters.kv_dtype,
         )
+        for scale, also in (("k_scale", f"{name}.k_proj"), ("v_scale", f"{name}.v_proj")):
+            for owner in (name, also):
+                number = Expected((), is_optional=True)
+                parameters.expect(f"{owner}.{scale}", number, partial(self._put_scale, scale))
         self.kv_shape = (kv_heads, dim, dim)
         self.rope = rope
+        self._query_scales: Tensor | None = None
+        if config.query_scaling is not None and rope is not None:
+            self._query_scales = query_scales(
+                config.query_scaling, len(rope.cos_sin), parameters.device, parameters.dtype
+            )
         self._eps = config.norm_eps
         self._ops = parameters.ops
         self._has_gate = config.output_gate
@@ -75,6 +95,14 @@ class Attention:
                 self._norms_before.append((part, norm))
                 start += n * dim
 
+    def _put_scale(self, which: str, scale: Tensor) -> None:
+        """An fp8 cache's, measured for e4m3fn; for a smaller range they are larger."""
+        if not float(scale) > 0:
+            raise StartError(f"a layer's {which} is {float(scale)}, which is no scale")
+        if (kv_dtype := self.spec.kv_dtype) is not None:
+            range_ratio = torch.finfo(torch.float8_e4m3fn).max / torch.finfo(kv_dtype).max
+            self.spec = replace(self.spec, **{which: float(scale) * range_ratio})
+
     def __call__(self, qkv: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
         """What lies between the two linears; new keys and values go to the cache.
 
@@ -99,6 +127,8 @@ class Attention:
             weight_of(self.k_norm),
             self._eps,
         )
+        if self._query_scales is not None:
+            q = q * self._query_scales[meta.positions][:, None, None]
         out = self._ops.attend(q, meta, cache, self.spec)
         if gate is None:
             return out
