@@ -42,6 +42,8 @@ def check_ledger(scheduler: Scheduler) -> None:
     if scheduler.snapshots is not None:
         saves = [save for step in scheduler._in_flight for save in step.saves]
         scheduler.snapshots.check(scheduler.tree.nodes(), slots.owners(), saves)
+    if scheduler.windows is not None:
+        scheduler.windows.check(scheduler.tree.nodes(), slots.owners())
     scheduler.check_queue()
     if scheduler.tiers is not None:
         pages = [node.pages for node in scheduler.tree.nodes()]

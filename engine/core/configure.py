@@ -21,6 +21,23 @@ def chunk_tokens(config: EngineConfig, *, is_cpu: bool) -> int:
     return config.chunked_prefill_size or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
 
 
+def split_pool(
+    budget: int, full_bytes: int, window_bytes: int, ratio: float, most: int, useful: int
+) -> tuple[int, int]:
+    """Tokens of the KV pools of layers that see all, and of those with a window.
+
+    Args:
+        budget: bytes for both. full_bytes, window_bytes: that a token takes in either.
+        ratio: of the second to the first.
+        most: tokens of the first that can be of use. useful: the same of the second.
+    """
+    tokens = int(budget / (full_bytes + ratio * window_bytes)) if full_bytes else most
+    windowed = min(int(ratio * tokens), useful)
+    if full_bytes:
+        tokens = min((budget - windowed * window_bytes) // full_bytes, most)
+    return tokens, min((budget - tokens * full_bytes) // window_bytes, useful)
+
+
 def eviction_policy(config: EngineConfig, page_size: int) -> eviction.EvictionPolicy:
     """Which cached prefix is forgotten first."""
     if config.radix_eviction_policy == "tlru":
@@ -38,6 +55,8 @@ def make_scheduler(
     cost: StepCost | None = None,
     tiers: Tiers | None = None,
     num_snapshots: int | None = None,
+    window: int | None = None,
+    num_window_pages: int = 0,
 ) -> Scheduler:
     """The scheduler of one engine.
 
@@ -46,6 +65,7 @@ def make_scheduler(
         cost: what is known of a step's time already.
         tiers: the cache tiers below the device, if any.
         num_snapshots: of recurrent states, for a model that has some.
+        window, num_window_pages: for a model whose layers with a window have a pool of their own.
     """
     max_step_s = None if is_cpu else GPU_STEP_S
     if config.max_step_ms is not None:
@@ -70,5 +90,7 @@ def make_scheduler(
         cost=cost,
         tiers=tiers,
         num_snapshots=num_snapshots,
+        window=window,
+        num_window_pages=num_window_pages,
         queue_timeout_s=config.queue_timeout,
     )

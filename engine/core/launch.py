@@ -15,7 +15,7 @@ from .shared_prefix import Groups
 from .slots import Slots
 from .snapshots import Save
 
-NewPages = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots, table indices, page ids
+NewPages = tuple[np.ndarray, ...]  # slots, table indices, page ids, window page ids if any
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class LaunchedStep:
     saves: list[Save] = field(default_factory=list)
     has_loads: bool = False
 
-    def commit(self, slots: Slots, result: StepResult) -> None:
-        """The slots' counters after the step: its tokens are known now."""
+    def commit(self, slots: Slots, result: StepResult) -> np.ndarray:
+        """The slots' counters after the step: its tokens are known now. Gives the live slots."""
         # Only those that still belong to whom they belonged at launch. The others' requests have
         # ended, or were retracted and wait.
         is_live = slots.serial[self.slots] == self.serials
@@ -54,6 +54,7 @@ class LaunchedStep:
         new = self.slots[is_new]
         slots.pending[new] -= 1
         slots.last_token[new] = result.tokens[is_new]
+        return self.slots[is_live]
 
     def undo(self, slots: Slots) -> None:
         """The slots' counters as if the step had not been planned."""
@@ -105,7 +106,7 @@ def launch(
     slots.length[rows] += samples
     slots.pending[rows] += samples
     told, admissions = _admissions(slots, rows, admitted)
-    page_slots, page_indices, page_ids = _table_entries(slots, new_pages)
+    page_slots, page_indices, page_ids, *window_page_ids = _table_entries(slots, new_pages)
     plan = StepPlan(
         step=step,
         slots=rows.astype(np.int32),
@@ -122,6 +123,8 @@ def launch(
         admitted=admissions,
         shared_groups=shared_groups,
     )
+    if window_page_ids:
+        (plan.window_page_ids,) = window_page_ids
     if slots.num_constrained:
         plan.masked = np.flatnonzero(samples & slots.is_constrained[rows]).astype(np.int32)
     num_pairs = float((q_lens * (kv_lens - (q_lens - 1) / 2)).sum())
@@ -171,7 +174,8 @@ def _table_entries(slots: Slots, new_pages: NewPages) -> NewPages:
     entries: list[NewPages] = [new_pages]
     for slot, first in slots.dirty.items():
         indices = np.arange(first, slots.num_pages(slot), dtype=np.int32)
-        entries.append((np.full_like(indices, slot), indices, slots.table[slot, indices]))
+        tables = (slots.table, slots.window_table)[: len(new_pages) - 2]
+        pages = (table[slot, indices] for table in tables)
+        entries.append((np.full_like(indices, slot), indices, *pages))
     slots.dirty.clear()
-    page_slots, indices, pages = (np.concatenate(part) for part in zip(*entries, strict=True))
-    return page_slots, indices, pages
+    return tuple(np.concatenate(part) for part in zip(*entries, strict=True))

@@ -17,6 +17,7 @@ from .request import Request
 from .slots import Slots
 from .snapshots import Snapshots
 from .tiers import Tiers
+from .windows import Windows
 
 
 class PageLedger:
@@ -48,10 +49,12 @@ class PageLedger:
         tells_cache: bool,
         tiers: Tiers | None,
         snapshots: Snapshots | None,
+        windows: Windows | None,
     ):
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size, eviction, snapshots)
+        self.tree = RadixTree(page_size, eviction, snapshots or windows)
         self.snapshots = snapshots
+        self.windows = windows
         self.tiers = tiers
         self.now = 0.0
         self.load_room = 0
@@ -66,6 +69,13 @@ class PageLedger:
     def num_available(self) -> int:
         """Pages that can be had now."""
         return self.pool.num_free + self.tree.num_evictable
+
+    @property
+    def num_growable(self) -> int:
+        """Pages by which running requests can grow."""
+        if self.windows is None:
+            return self.num_available
+        return min(self.num_available, self.windows.num_available)
 
     def take(self, n: int) -> np.ndarray:
         """n pages, int32 [n]; cached ones make way. Raises RuntimeError when there are fewer."""
@@ -121,6 +131,8 @@ class PageLedger:
         request.is_published = False
         if self.snapshots is not None:
             self.snapshots.open(request, node, num_matched, self._slots)
+        if self.windows is not None:
+            self.windows.open(request, node, num_matched)
         if not request.is_resumed:
             self.tree.count_hit(node)
         if self.tiers is not None:
@@ -157,8 +169,8 @@ class PageLedger:
         slots = self._slots
         computed = int(slots.computed[slot])
         wanted = -(-(computed + q_len) // self._page_size) - slots.num_pages(slot)
-        if (n := min(wanted, self.num_available)) > 0:
-            slots.extend(slot, self.take(n))
+        if (n := min(wanted, self.num_growable)) > 0:
+            slots.extend(slot, self.take(n), 0 if self.windows is None else self.windows.take(n))
         return min(q_len, int(slots.capacity[slot]) - computed)
 
     def publish(self, request: Request) -> None:
@@ -170,6 +182,8 @@ class PageLedger:
         end = request.prompt_len // self._page_size * self._page_size
         if self._use_radix and end > request.num_shared:
             self._share(request, end)
+        if self.windows is not None:
+            self.windows.published(request)
 
     def close(self, request: Request, *, keep_prefix: bool) -> None:
         """Take slot and pages from a running request; its committed prefix stays cached."""
@@ -187,6 +201,8 @@ class PageLedger:
             self.pool.release(pages[end // size :])
         else:
             self.pool.release(pages[shared // size :])
+        if self.windows is not None:
+            self.windows.close(request)
         self._unlock(request)
         self._settle(request, None, 0)
         request.is_published = request.is_loading = False
@@ -244,6 +260,8 @@ class PageLedger:
             priority=add.priority,
             pin=add.pin,
         )
+        if self.windows is not None:
+            self.windows.attach(request, node)
         first = num_present // self._page_size
         if first < len(canonical) and (self.tiers is not None or self._keys is not None):
             all_keys = self.page_keys(request)

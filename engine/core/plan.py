@@ -68,6 +68,8 @@ class StepPlan:
             (-1 after the prompt's last), for rows with prompt_logprobs >= 0.
         page_slots, page_indices, page_ids: [n] block-table entries that are new in this step:
             block_table[page_slots, page_indices] = page_ids.
+        window_page_ids: [n] the same for the table of layers with a window, where they have pages
+            of their own; 0 where a page is gone. Empty otherwise.
         admitted: requests whose per-slot sampling state must be written before this step.
         shared_groups: decode rows whose contexts begin with the same pages, as (row indices
             int32 [k >= 2], shared length in tokens, a multiple of the page size). A kernel may
@@ -90,6 +92,7 @@ class StepPlan:
     page_slots: np.ndarray
     page_indices: np.ndarray
     page_ids: np.ndarray
+    window_page_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     score_tokens: dict[int, np.ndarray] = field(default_factory=dict)
     admitted: list[Admission] = field(default_factory=list)
     shared_groups: list[tuple[np.ndarray, int]] = field(default_factory=list)

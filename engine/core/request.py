@@ -34,8 +34,9 @@ class Request:
         place: where it stands in the queue (waiting.py).
         num_known: tokens that the cache held at the last match, though it may have to begin before
             their end.
-        stops: where its chunks must end, rising; snapshots: (length, row) of its recurrent state
-            that are not in the tree yet (snapshots.py).
+        stops: lengths, rising, at which it is to leave what others need to go on there.
+        snapshots: (length, row) of its recurrent state that are not in the tree yet (snapshots.py).
+        kept: (index, page) of window pages that are to go to the tree (windows.py).
         num_prefilled_before: prompt tokens that the scheduler had computed when it came.
         num_charged: of its tokens, how many its client was charged for, or had for nothing.
         queue_s: seconds that it waited for its first admission.
@@ -59,6 +60,7 @@ class Request:
         "is_loading",
         "is_published",
         "is_resumed",
+        "kept",
         "limit",
         "max_tokens",
         "node",
@@ -102,6 +104,7 @@ class Request:
         self.num_known = 0
         self.stops: list[int] = []
         self.snapshots: list[tuple[int, int]] = []
+        self.kept: list[tuple[int, int]] = []
         self.place: tuple[int, bool, int, int] = (0, False, 0, 0)
         self.num_prefilled_before = 0
         self.num_charged = 0

@@ -65,6 +65,7 @@ from .slots import Slots
 from .snapshots import SAVE_EVERY, Snapshots
 from .tiers import Tiers
 from .waiting import WaitingQueue
+from .windows import Windows
 
 COST_STEPS = 16  # of pure decode steps one in so many is learnt from; of all others, each
 
@@ -91,6 +92,9 @@ class Scheduler:
             step may hold (budget.StepLimits).
         tells_cache: whether the facts tell what enters and leaves the prefix cache.
         tiers: the cache tiers below the device, if any; needs use_radix.
+        window, num_window_pages: for a model whose layers with a sliding window have a page pool of
+            their own: the window in tokens, and that pool's pages, its page 0 included. Does not go
+            with tiers.
         num_snapshots: for a model with recurrent states: how many of them the prefix cache holds.
             Does not go with tiers.
         save_every: tokens that lie between two of them at least.
@@ -119,6 +123,8 @@ class Scheduler:
         queue_timeout_s: float | None = None,
         tells_cache: bool = False,
         tiers: Tiers | None = None,
+        window: int | None = None,
+        num_window_pages: int = 0,
         num_snapshots: int | None = None,
         save_every: int = SAVE_EVERY,
     ):
@@ -138,6 +144,9 @@ class Scheduler:
         if num_snapshots is not None:
             num_rows = num_snapshots if use_radix else 0
             self.snapshots = Snapshots(max_running + 1, num_rows, page_size, save_every)
+        self.windows: Windows | None = None
+        if window is not None:
+            self.windows = Windows(num_window_pages, page_size, window, self.slots)
         self.ledger = PageLedger(
             num_pages,
             page_size,
@@ -147,6 +156,7 @@ class Scheduler:
             tells_cache=tells_cache,
             tiers=tiers,
             snapshots=self.snapshots,
+            windows=self.windows,
         )
         self.pool, self.tree, self.tiers = self.ledger.pool, self.ledger.tree, tiers
         self.waiting = WaitingQueue(policy, queue_timeout_s, shares)
@@ -309,14 +319,17 @@ class Scheduler:
                 is_due &= ~slots.is_constrained[order] | (slots.pending[order] == 0)
             decode = order[is_due][: self.limits.num_tokens]
             short = decode[slots.computed[decode] >= slots.capacity[decode]]
-            if len(short) <= self.ledger.num_available:
+            if len(short) <= self.ledger.num_growable:
                 break
             self._make_way()
         indices = slots.capacity[short] // self.page_size
         pages = self.ledger.take(len(short))
         slots.table[short, indices] = pages
         slots.capacity[short] += self.page_size
-        return decode, (short.astype(np.int32), indices, pages)
+        if self.windows is None:
+            return decode, (short.astype(np.int32), indices, pages)
+        window_pages = slots.window_table[short, indices] = self.windows.take(len(short))
+        return decode, (short.astype(np.int32), indices, pages, window_pages)
 
     def _plan_chunks(self, budget: StepBudget) -> list[tuple[int, int]]:
         """(slot, q_len) of running requests with more than a token to compute, oldest first."""
@@ -481,9 +494,11 @@ class Scheduler:
         if not self.ledger.is_matchable(request):
             return False
         awaited = self._arriving.awaited(request, self.ledger.num_cached(request))
-        if awaited is None or self.snapshots is None:
-            return awaited is not None
-        return self.snapshots.stop_at(*awaited, self.slots)
+        if awaited is not None and self.snapshots is not None:
+            return self.snapshots.stop_at(*awaited, self.slots)
+        if awaited is not None and self.windows is not None:
+            return self.windows.stop_at(*awaited)
+        return awaited is not None
 
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
@@ -522,7 +537,10 @@ class Scheduler:
         owed = int(np.maximum(slots.length[order] - slots.capacity[order], 0).sum())
         free = self.ledger.num_available * self.page_size - owed - promised
         output = self._reserve.tokens(np.array([request.limit - length]))
-        return length - num_matched + output + self.page_size - free
+        shortage = length - num_matched + output + self.page_size - free
+        if self.windows is not None:
+            shortage = max(shortage, self.windows.shortage(request))
+        return shortage
 
     def undo(self, free_bytes: int) -> None:
         """The device had no memory for the newest step: nothing of it counts.
@@ -573,7 +591,9 @@ class Scheduler:
         is_telling = step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0
         if result.seconds and is_telling and not step.has_loads:
             self.limits.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
-        step.commit(self.slots, result)
+        live = step.commit(self.slots, result)
+        if self.windows is not None:
+            self.windows.commit(live)
         if step.saves and self.snapshots is not None:
             self.snapshots.commit(step.saves, self.slots)
 

@@ -27,6 +27,8 @@ class Slots:
         limit: length at which it ends. compute_limit: the last token's KV is not needed.
         generates: False where only the prompt is computed.
         is_constrained: whether a grammar restricts its output. num_constrained: how many are.
+        window_table: int32 like `table`, pages of layers with a window (windows.py); 0 where one
+            is gone, or there are no such layers. first_window_page: where the others begin.
         save_at: the length from which on its recurrent state is to be saved (snapshots.py).
         dirty: slot to the first table index that the device must learn.
         untold: slots of which the runner must learn all again.
@@ -38,6 +40,8 @@ class Slots:
         self.order = np.empty(0, np.intp)
         self.free = list(range(max_running, 0, -1))
         self.table = np.zeros((n, max_pages), np.int32)  # touches no memory before it is used
+        self.window_table = np.zeros_like(self.table)
+        self.first_window_page = np.zeros(n, np.int32)
         self.serial = np.zeros(n, np.int64)
         self.committed = np.zeros(n, np.int32)
         self.computed = np.zeros(n, np.int32)
@@ -114,10 +118,11 @@ class Slots:
         """A view of its pages, int32."""
         return self.table[slot, : self.num_pages(slot)]
 
-    def extend(self, slot: int, pages: np.ndarray) -> None:
+    def extend(self, slot: int, pages: np.ndarray, window_pages: np.ndarray | int = 0) -> None:
         """Append pages to a slot's."""
         first = self.num_pages(slot)
         self.table[slot, first : first + len(pages)] = pages
+        self.window_table[slot, first : first + len(pages)] = window_pages
         self.capacity[slot] += len(pages) * self.page_size
         self.touch(slot, first)
 

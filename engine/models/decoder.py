@@ -85,6 +85,7 @@ class DecoderLayer:
         delta_net: DeltaNetConfig | None,
         parameters: Parameters,
     ):
+        self.window = window
         self._ops, self._dtype, self._config = parameters.ops, parameters.dtype, config
         self.attention: Attention | LatentAttention | DeltaNet
         if delta_net is not None:
@@ -314,7 +315,7 @@ class Decoder:
             residual = residual.float()
         x = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            x = layer(x, residual, meta, cache)
+            x = layer(x, residual, meta.of(layer.window), cache)
         return residual if x is None else residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -74,18 +74,23 @@ class StepGraphs(Generic[Outputs]):
         shapes = [GraphShape(size) for size in self._sizes]
         shapes += [GraphShape(size, is_shared=True) for size in self._shared_sizes]
         shapes += self._chunk_shapes
-        inputs.reserve(shapes, chunk_plan(1, inputs.page_size))
+        plan = chunk_plan(1, inputs)
+        inputs.reserve(shapes, plan)
         # The largest first: the others fit in its memory.
         for shape in sorted(shapes, key=lambda s: -s.tokens):
-            step = inputs.stage(chunk_plan(1, inputs.page_size), table, shape)
+            step = inputs.stage(plan, table, shape)
             meta = self._metas[shape] = step.meta
             # How long a context a captured kernel must be able to read.
             meta.max_kv_len = inputs.max_context
             if shape.chunk_rows == FEW_ROWS:
                 meta.max_kv_len = min(meta.max_kv_len, FEW_CONTEXT)
+            if meta.windowed is not None:
+                meta.windowed.max_kv_len = meta.max_kv_len
 
             def capture(shape: GraphShape = shape, step: StepInputs = step) -> None:
                 step.meta.plans.clear()  # what providers derive is derived in each replay
+                if step.meta.windowed is not None:
+                    step.meta.windowed.plans.clear()
                 self._outputs[shape] = run(step)
 
             self._replays[shape] = runtime.capture(capture)
@@ -126,10 +131,11 @@ class StepGraphs(Generic[Outputs]):
         return self._outputs[shape]
 
 
-def chunk_plan(num_tokens: int, page_size: int, context: int = 0) -> StepPlan:
-    """One row of slot 0: tokens after a context, in the pages 0, 1, ... of an unused pool."""
+def chunk_plan(num_tokens: int, inputs: Inputs, context: int = 0) -> StepPlan:
+    """One row of slot 0: tokens after a context, in the pages 0, 1, ... of unused pools."""
     one = np.ones(1, np.int32)
-    pages = np.arange(-(-(context + num_tokens) // page_size), dtype=np.int32)
+    pages = np.arange(-(-(context + num_tokens) // inputs.page_size), dtype=np.int32)
+    window = inputs.num_window_pages  # which may be fewer, so that some are used again
     return StepPlan(
         step=0,
         slots=np.zeros(1, np.int32),
@@ -142,4 +148,5 @@ def chunk_plan(num_tokens: int, page_size: int, context: int = 0) -> StepPlan:
         page_slots=np.zeros_like(pages),
         page_indices=pages,
         page_ids=pages,
+        window_page_ids=pages % window if window else pages[:0],
     )

@@ -12,7 +12,7 @@ Runs on: gpu.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ FIELDS = (
     ("tokens", np.int64, "tokens"),
     ("positions", np.int64, "tokens"),
     ("out_slots", np.int64, "tokens"),
+    ("window_out_slots", np.int64, "tokens if windowed"),
     ("logit_tokens", np.int64, "logits"),
     ("sample_slots", np.int64, "samples"),
     ("seeds", np.int64, "samples"),
@@ -52,6 +53,7 @@ FIELDS = (
     ("shared_row_lens", np.int32, "rows if shared"),
     ("page_entries", np.int64, "pages"),
     ("page_ids", np.int32, "pages"),
+    ("window_page_ids", np.int32, "pages if windowed"),
 )
 
 # Tokens that a step need not read again, at which a pass over shared prefixes is worth its launch:
@@ -101,7 +103,8 @@ class StepInputs:
         sample_rows: host int array [num_samples], the plan's rows that sample.
         sample_slots: int64 [samples, padding included] their request slots.
         sampling: their sampling parameters, of all of these.
-        page_entries, page_ids: new block-table entries, int64 and int32.
+        page_entries: new block-table entries, int64; page_ids, window_page_ids: what they are in
+            either table, int32.
     """
 
     tokens: Tensor
@@ -111,6 +114,7 @@ class StepInputs:
     sampling: SamplingRows
     page_entries: Tensor
     page_ids: Tensor
+    window_page_ids: Tensor
 
 
 class _Layout(NamedTuple):
@@ -140,7 +144,11 @@ class _Layout(NamedTuple):
 
 
 class Inputs:
-    """Stages plans. Owns the block table and the buffer of last sampled tokens, both by slot."""
+    """Stages plans. Owns the block tables and the buffer of last sampled tokens, all by slot.
+
+    Args:
+        num_window_pages: of the page pool of layers with a window, if they have one of their own.
+    """
 
     def __init__(
         self,
@@ -150,17 +158,24 @@ class Inputs:
         max_pages: int,
         page_size: int,
         max_step_tokens: int,
+        num_window_pages: int = 0,
     ):
+        self.num_window_pages = num_window_pages
         self.max_context = max_pages * page_size  # tokens
         self.page_size = page_size
         self._max_pages = max_pages
         self._device = runtime.device
         self._is_host = runtime.device.type == "cpu"
-        self._tables = np.zeros((num_slots, max_pages), np.int32)  # the host's copy
-        self.block_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=self._device)
+        # The host's copies: of the block table, and of the one for layers with a window.
+        self._tables = [np.zeros((num_slots, max_pages), np.int32)]
+        on_device: Any = {"dtype": torch.int32, "device": self._device}
+        if num_window_pages:
+            self._tables.append(np.zeros((num_slots, max_pages), np.int32))
+        self.block_tables = [
+            torch.from_numpy(t) if self._is_host else torch.zeros(t.shape, **on_device)
+            for t in self._tables
+        ]
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
-        if self._is_host:
-            self.block_table = torch.from_numpy(self._tables)
         self._capacity = 0
         self._host: list[Tensor] = []
         self._turn = 0
@@ -169,7 +184,7 @@ class Inputs:
         # Enough for any step: the buffers must not move once captured steps know their addresses.
         fixed = ALIGN * len(FIELDS) + 64 * (max_step_tokens + num_slots)
         fixed += 4 * (SHARED_TILE_ROWS + 1) * num_shared_tiles(num_slots)
-        self._reserve(fixed + 12 * num_slots * max_pages)
+        self._reserve(fixed + 16 * num_slots * max_pages)
 
     def reserve(self, shapes: Iterable[GraphShape], plan: StepPlan) -> None:
         """Have room for captured steps of these shapes; afterwards the buffers stay in place."""
@@ -223,7 +238,7 @@ class Inputs:
             qo_indptr=device["qo_indptr"],
             kv_lens=device["kv_lens"],
             slots=device["slots"],
-            block_table=self.block_table,
+            block_table=self.block_tables[0],
             positions=device["positions"],
             out_slots=device["out_slots"],
             logit_tokens=device["logit_tokens"],
@@ -232,6 +247,9 @@ class Inputs:
             max_kv_len=int(plan.kv_lens.max()),
             shared=shared,
         )
+        if self.num_window_pages:
+            own, out_slots = self.block_tables[1], device["window_out_slots"]
+            meta.windowed = replace(meta, block_table=own, out_slots=out_slots, plans={})
         slots = plan.slots[sample_rows]
         is_any = shape is not None  # a captured step must serve all
         sampling = SamplingRows(
@@ -254,6 +272,7 @@ class Inputs:
             sampling,
             device["page_entries"],
             device["page_ids"],
+            device["window_page_ids"],
         )
         # On the host the table is the host's own, and mostly all tokens are known.
         if shape is None and (not self._is_host or (plan.tokens == FROM_DEVICE).any()):
@@ -269,19 +288,23 @@ class Inputs:
         sample_rows = self._write(plan, table, shape, hosts[self._turn])
         self._copy(layout.num_bytes)
         if len(plan.page_ids) > shape.entries:  # rare: many long cached prompts begin at once
-            more = [
+            entries, *ids = (
                 torch.from_numpy(values[shape.entries :].copy()).to(self._device)
-                for values in (self._entries(plan), plan.page_ids)
-            ]
-            self.block_table.view(-1)[more[0]] = more[1]
+                for values in (self._entries(plan), plan.page_ids, plan.window_page_ids)
+            )
+            self._update_tables(entries, ids)
         return sample_rows
 
     def apply(self, step: StepInputs) -> None:
         """Bring block table and input ids up to date; the first work of a step."""
         if not self._is_host:
-            self.block_table.view(-1)[step.page_entries] = step.page_ids
+            self._update_tables(step.page_entries, (step.page_ids, step.window_page_ids))
         last = self.last_tokens.take(step.tokens.neg().clamp_(min=0))
         torch.where(step.tokens < 0, last, step.tokens, out=step.tokens)
+
+    def _update_tables(self, entries: Tensor, ids: Iterable[Tensor]) -> None:
+        for table, values in zip(self.block_tables, ids, strict=False):
+            table.view(-1)[entries] = values
 
     def _counts(self, plan: StepPlan, shape: GraphShape | None) -> dict[str, int]:
         if shape is None:
@@ -301,6 +324,8 @@ class Inputs:
             "shared tiles x rows": num_tiles * SHARED_TILE_ROWS,
             "rows if shared": rows if is_shared else 0,
             "pages": pages,
+            "tokens if windowed": tokens if self.num_window_pages else 0,
+            "pages if windowed": pages if self.num_window_pages else 0,
         }
 
     def _entries(self, plan: StepPlan) -> np.ndarray:
@@ -320,10 +345,13 @@ class Inputs:
             if not shape.decode_rows:
                 decodes = 0  # the few there are go through the chunks' kernel
             gap = shape.decode_rows - decodes
-        self._tables[plan.page_slots, plan.page_indices] = plan.page_ids
         num_entries = len(host["page_ids"])
         _fill(host["page_entries"], self._entries(plan)[:num_entries], 0)
-        _fill(host["page_ids"], plan.page_ids[:num_entries], 0)
+        names = ("page_ids", "out_slots"), ("window_page_ids", "window_out_slots")
+        for page_of, (name, _) in zip(self._tables, names, strict=False):
+            ids = getattr(plan, name)
+            page_of[plan.page_slots, plan.page_indices] = ids
+            _fill(host[name], ids[:num_entries], 0)
 
         if tokens == rows:
             row_slots, positions = plan.slots, plan.kv_lens - 1
@@ -334,14 +362,15 @@ class Inputs:
             begins = np.cumsum(plan.q_lens) - plan.q_lens  # of each row among the plan's tokens
             starts = plan.kv_lens - plan.q_lens - begins
             positions = np.arange(tokens) + starts[row_of_token]
-        pages = self._tables[row_slots, positions // self.page_size]
-        out_slots = pages * np.int64(self.page_size) + positions % self.page_size
+        indices, offsets = positions // self.page_size, positions % self.page_size
+        for page_of, (_, name) in zip(self._tables, names, strict=False):
+            out_slots = page_of[row_slots, indices] * np.int64(self.page_size) + offsets
+            _spread(host[name], out_slots, decodes, gap, -1)
         # A token that only the device knows is staged as minus its slot, which is at least 1.
         ids = np.where(plan.tokens == FROM_DEVICE, -row_slots, plan.tokens)
         for name, values, padding in (
             ("tokens", ids, 0),
             ("positions", positions, 0),
-            ("out_slots", out_slots, -1),
             ("kv_lens", plan.kv_lens, 0),
             ("slots", plan.slots, 0),
         ):

@@ -117,6 +117,7 @@ class ModelRunner:
         max_pages: int,
         page_size: int,
         max_step_tokens: int,
+        num_window_pages: int = 0,
     ):
         self._graphs: StepGraphs[tuple[Tensor, Tensor, StepInputs]] | None = None
         self._turns = itertools.cycle([_Turn(num_slots, runtime.is_async) for _ in range(3)])
@@ -135,6 +136,7 @@ class ModelRunner:
             max_pages=max_pages,
             page_size=page_size,
             max_step_tokens=max_step_tokens,
+            num_window_pages=num_window_pages,
         )
 
     @torch.inference_mode()
@@ -146,7 +148,7 @@ class ModelRunner:
         device = self.runtime.device
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
-        self.launch(chunk_plan(num_tokens, self.inputs.page_size)).wait()
+        self.launch(chunk_plan(num_tokens, self.inputs)).wait()
         return torch.accelerator.max_memory_allocated(device) - before
 
     def calibrate(self, num_tokens: int, cost: StepCost) -> None:
@@ -156,7 +158,7 @@ class ModelRunner:
         """
         for n, context in calibration_chunks(num_tokens):
             for _ in range(2):  # the first loads what it needs
-                step = self.launch(chunk_plan(n, self.inputs.page_size, context))
+                step = self.launch(chunk_plan(n, self.inputs, context))
                 step.wait()
             cost.observe(n, pairs_of(n, context), step.device_s)
 
@@ -170,9 +172,7 @@ class ModelRunner:
     @torch.inference_mode()
     def walk(self, num_tokens: int) -> None:
         """Launch what a step of one chunk does, on a device that need not be there."""
-        self.run(
-            self.inputs.stage(chunk_plan(num_tokens, self.inputs.page_size), self.sampler.table)
-        )
+        self.run(self.inputs.stage(chunk_plan(num_tokens, self.inputs), self.sampler.table))
 
     def run(self, step: StepInputs) -> tuple[Tensor, Tensor, StepInputs]:
         """A step that is to be captured: its logits, and the tokens as the sampler draws them."""

@@ -68,7 +68,8 @@ class Device:
     """Runs plans at launch, in order, as one stream would; results are handed out later.
 
     With states (num_snapshots) a row goes on from its slot's hash instead of its context's last
-    one, and must find the same.
+    one, and must find the same. With windows there is a second pool of KV, whose table may hold
+    pages that are gone: a row reads of it what its new tokens see.
 
     A KV slot holds the hash of the tokens up to its position. A row reads the KV of its whole
     context through the device's block table, so a wrong page, a stale table or a page that was
@@ -76,9 +77,19 @@ class Device:
     """
 
     def __init__(
-        self, num_pages, page_size, max_running, max_model_len, num_snapshots: int | None = None
+        self,
+        num_pages,
+        page_size,
+        max_running,
+        max_model_len,
+        num_snapshots=None,
+        window=None,
+        num_window_pages=0,
     ):
         self.page_size = page_size
+        self.window = window
+        self.window_kv = np.zeros((num_window_pages, page_size), np.uint64)
+        self.window_table = np.zeros((max_running + 1, -(-max_model_len // page_size)), np.int32)
         self.states = None
         if num_snapshots is not None:
             self.states = np.full(max_running + 1 + num_snapshots, 0xBAD, np.uint64)
@@ -103,6 +114,11 @@ class Device:
             self.table[admission.slot] = 0
         assert (plan.page_ids > 0).all()
         self.table[plan.page_slots, plan.page_indices] = plan.page_ids
+        if self.window is None:
+            assert not len(plan.window_page_ids)
+        else:
+            assert len(plan.window_page_ids) == len(plan.page_ids)
+            self.window_table[plan.page_slots, plan.page_indices] = plan.window_page_ids
         for members, length in plan.shared_groups:
             assert len(members) > 1 and members.max() < plan.num_decode_rows
             shared = self.table[plan.slots[members], : length // self.page_size]
@@ -130,6 +146,11 @@ class Device:
             h = int(self._kv(slot, first)[-1]) if first else admission.params.top_k
             if first and self.states is not None:
                 h = int(self.states[slot])
+            if self.window is not None:
+                seen = max(first - self.window + 1, 0)
+                own = self._kv(slot, first, self.window_table, self.window_kv)[seen:]
+                if not np.array_equal(own, self._kv(slot, first)[seen:]):
+                    h = 0xBAD  # unlike what it gives alone
             for position, token in enumerate(new, first):
                 if token == FROM_DEVICE:
                     token = int(self.last_token[slot])
@@ -139,6 +160,10 @@ class Device:
                 page = self.table[slot, position // self.page_size]
                 assert page > 0, "writes to the reserved page"
                 self.kv[page, position % self.page_size] = h
+                if self.window is not None:
+                    page = self.window_table[slot, position // self.page_size]
+                    assert page > 0, "writes to the reserved window page"
+                    self.window_kv[page, position % self.page_size] = h
             if self.states is not None:
                 self.states[slot] = h
             if plan.samples[row]:
@@ -162,9 +187,10 @@ class Device:
             assert 0 < slots.min() and slots.max() < len(self.table) <= snapshots.min()
             self.states[targets] = self.states[sources]
 
-    def _kv(self, slot: int, n: int) -> np.ndarray:
-        pages = self.table[slot, : -(-n // self.page_size)]
-        return self.kv[pages].reshape(-1)[:n]
+    def _kv(self, slot: int, n: int, table=None, kv=None) -> np.ndarray:
+        table, kv = (self.table, self.kv) if table is None else (table, kv)
+        pages = table[slot, : -(-n // self.page_size)]
+        return kv[pages].reshape(-1)[:n]
 
 
 def logprobs_of(tokens: np.ndarray, k: int) -> Logprobs:
@@ -184,7 +210,13 @@ class Engine:
             num_pages=num_pages, page_size=page_size, max_running=max_running, **kw
         )
         self.device = Device(
-            num_pages, page_size, max_running, kw["max_model_len"], kw["num_snapshots"]
+            num_pages,
+            page_size,
+            max_running,
+            kw["max_model_len"],
+            kw["num_snapshots"],
+            kw.get("window"),
+            kw.get("num_window_pages", 0),
         )
         self.max_step_tokens = kw["max_step_tokens"]
         self.overlap = overlap
@@ -288,7 +320,11 @@ class Engine:
                 expected = kv_of(np.concatenate(path[::-1]).tolist(), namespace)
                 held = self.device.kv[node.pages].reshape(-1).tolist()
                 assert held == expected[len(expected) - len(held) :], "a cached page is not true"
-                if node.resume is not None:
+                if self.device.window is not None:
+                    there = np.flatnonzero(node.resume)
+                    own = self.device.window_kv[node.resume[there]]
+                    assert np.array_equal(own, self.device.kv[node.pages[there]])
+                elif node.resume is not None:
                     assert self.device.states[node.resume] == expected[-1], "a wrong snapshot"
 
     def assert_drained(self) -> None:

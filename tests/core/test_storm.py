@@ -2,8 +2,8 @@
 
 Requests of all kinds come and are aborted, wait too long, lack finite logits; steps end in time or
 find no memory; pages travel between the tiers late, out of order, or not at all, or requests have
-recurrent states whose snapshots come and go; under every queue policy and every rule of eviction.
-Each story ends with all answers as they are without any of this.
+recurrent states whose snapshots come and go, or windows whose pages do; under every queue policy
+and every rule of eviction. Each story ends with all answers as they are without any of this.
 
 STOKER_STORM_EVENTS sets how many events (100000 take a minute or two).
 """
@@ -15,6 +15,7 @@ import random
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stoker.engine.api.messages import Abort, Flush
@@ -23,6 +24,7 @@ from stoker.engine.core.eviction import POLICIES as EVICTION
 from stoker.engine.core.eviction import tlru
 from stoker.engine.core.fairness import FairShares
 from stoker.engine.core.policy import POLICIES
+from stoker.engine.core.windows import pages_of_window
 
 EVENTS = int(os.environ.get("STOKER_STORM_EVENTS", "10000"))
 EVENTS_PER_STORY = 500
@@ -79,8 +81,8 @@ class TieredStorm(Storm, tiers.TieredEngine):
     """With tiers below the device."""
 
 
-class StatefulStorm(Storm, tiers.core.Engine):
-    """With recurrent states, and without tiers."""
+class UntieredStorm(Storm, tiers.core.Engine):
+    """Without tiers: with recurrent states, or with windows."""
 
     outstanding = ()
 
@@ -95,8 +97,18 @@ class StatefulStorm(Storm, tiers.core.Engine):
 def engine_of(rng: random.Random) -> Storm:
     page_size = rng.choice([1, 1, 4, 8, 16])
     pool_tokens = rng.choice([48, 64, 96, 128])
-    if rng.random() < 0.4:
-        kind = StatefulStorm
+    draw = rng.random()
+    if draw < 0.3:
+        kind = UntieredStorm
+        window = rng.choice([1, 2, 5, 16, 30])
+        num_pages = 1 + pages_of_window(window, page_size) + rng.choice([0, 1, 3, 10, 40])
+        below = {
+            "window": window,
+            "num_window_pages": num_pages,
+            "use_radix": rng.random() < 0.9,
+        }
+    elif draw < 0.6:
+        kind = UntieredStorm
         below = {
             "num_snapshots": rng.choice([0, 1, 2, 5, 30]),
             "save_every": rng.choice([1, 4, 16]),
@@ -189,7 +201,7 @@ def test_storm():
     began = time.monotonic()
     num_events = seed = 0
     names = ("retractions", "preemptions", "evicted_pages", "undone_steps", "cached_tokens")
-    totals = dict.fromkeys((*names, "restores", "saves"), 0)
+    totals = dict.fromkeys((*names, "restores", "saves", "windows"), 0)
     reasons: set[str] = set()
     while num_events < EVENTS:
         engine = story(seed)
@@ -200,6 +212,7 @@ def test_storm():
         for plan in engine.plans:
             totals["restores"] += plan.state_restores.shape[1]
             totals["saves"] += plan.state_saves.shape[1]
+            totals["windows"] += np.count_nonzero(plan.window_page_ids)
         reasons |= {" ".join(str(reason).split()[:4]) for reason in engine.reasons.values()}
         seed += 1
     print(f"\n{num_events} events in {seed} stories, {time.monotonic() - began:.1f} s: {totals}")

@@ -58,7 +58,7 @@ def test_positions_and_slots(inputs):
     assert step.meta.qo_indptr.tolist() == [0, 1, 2, 7]
     assert step.meta.logit_tokens.tolist() == [0, 1]  # the third row does not sample
     assert step.meta.kv_lens.tolist() == [6, 3, 6]
-    assert inputs.block_table[3, :2].tolist() == [2, 5]
+    assert inputs.block_tables[0][3, :2].tolist() == [2, 5]
 
 
 def test_a_device_token_at_the_end_of_a_longer_row(inputs):
@@ -112,7 +112,7 @@ def test_many_block_table_entries_grow_the_buffers(inputs):
     plan = make_plan([(1, 3999, [5])], [(1, i, i + 1) for i in range(4000)])
     step = big.stage(plan, SlotTable(3, 100))
     assert step.meta.out_slots.tolist() == [4000]
-    assert torch.equal(big.block_table[1], torch.arange(1, 4001, dtype=torch.int32))
+    assert torch.equal(big.block_tables[0][1], torch.arange(1, 4001, dtype=torch.int32))
 
 
 def test_shared_prefixes_are_staged_where_they_save_enough(inputs, monkeypatch):

@@ -1,0 +1,194 @@
+"""Layers with a sliding window in a page pool of their own.
+
+The device (conftest.Device) reads what a window sees out of the window pool, and compares it with
+the whole context's KV, so a window page that is missing, stale, or another's changes the tokens.
+"""
+
+import random
+
+import pytest
+
+from stoker.engine.api.messages import Abort
+from stoker.engine.core import arriving
+from stoker.engine.core.windows import Windows, pages_of_window
+
+PROMPT = [3 + i % 41 for i in range(40)]
+
+
+@pytest.fixture(params=[False, True], ids=["alternating", "overlap"])
+def engine_of(request, make_engine):
+    def make(**options):
+        defaults = {"page_size": 4, "num_pages": 200, "window": 8, "num_window_pages": 100}
+        return make_engine(overlap=request.param, **defaults | options)
+
+    return make
+
+
+def serve(engine, prompt, **options) -> int:
+    """Run a request to its end; how many tokens of its prompt were cached."""
+    request_id = engine.add(prompt, **options).request_id
+    engine.run()
+    engine.assert_outputs()
+    engine.assert_drained()
+    facts = [fact for fact in engine.facts if getattr(fact, "request_id", 0) == request_id]
+    return facts[-1].num_cached
+
+
+def test_a_request_holds_a_window(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    windows = engine.scheduler.windows
+    engine.add(PROMPT, max_tokens=60)
+    most = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        if engine.outputs.get((1, 0)):
+            most = max(most, windows.pool.capacity - windows.num_available)
+    assert most <= pages_of_window(8, 4) == 5
+    assert len(engine.turn((1, 0))) == 100
+
+
+def test_a_small_window_pool_serves_long_contexts(engine_of):
+    """Eight requests of 100 tokens, beside 172 window tokens."""
+    engine = engine_of(num_pages=210, num_window_pages=44, max_step_tokens=16)
+    for i in range(8):
+        engine.add([*PROMPT, i], max_tokens=59)
+    engine.run()
+    engine.assert_outputs()
+    engine.assert_drained()
+    assert max(plan.num_rows for plan in engine.plans) == 8
+    assert engine.scheduler.stats().retractions == 0
+
+
+def test_prompts_and_turns_go_on_at_the_ends_of_others(engine_of):
+    engine = engine_of()
+    assert [serve(engine, PROMPT, max_tokens=21) for _ in range(2)] == [0, 36]
+    assert serve(engine, [*engine.turn((1, 0)), 1, 2, 3]) == 60
+    assert serve(engine, PROMPT[:22]) == 0  # what it sees there is gone
+
+
+def test_what_two_prompts_share_a_third_begins_with(engine_of):
+    engine = engine_of()
+    cached = [serve(engine, [*PROMPT[:24], *[i] * 16]) for i in range(4)]
+    assert cached == [0, 0, 24, 24]
+
+
+def test_those_who_come_together_wait_for_what_they_share(engine_of, monkeypatch):
+    monkeypatch.setattr(arriving, "MIN_AWAITED", 8)
+    engine = engine_of(max_step_tokens=8)
+    for i in range(4):
+        engine.add([*PROMPT[:24], *[i] * 16], max_tokens=3)
+    engine.run()
+    engine.assert_outputs()
+    assert engine.scheduler.stats().cached_tokens == 3 * 24
+
+
+def test_window_pages_go_before_the_others_and_come_back(engine_of):
+    engine = engine_of(num_window_pages=11)
+    serve(engine, PROMPT, max_tokens=1)
+    serve(engine, [7] * 40, max_tokens=40)
+    tree = engine.scheduler.tree
+    assert tree.num_evicted == 0 and tree.find(engine.adds[1].prompt, ("ns0",))[1] == 0
+    assert [serve(engine, PROMPT, max_tokens=1) for _ in range(2)] == [0, 36]
+
+
+def test_a_window_as_long_as_a_page_and_of_one_token(engine_of):
+    for window in (1, 4):
+        engine = engine_of(window=window)
+        assert [serve(engine, PROMPT) for _ in range(2)] == [0, 36]
+
+
+def test_a_pool_smaller_than_a_window_is_refused(core):
+    with pytest.raises(ValueError, match="cannot hold a window of 64"):
+        core.Engine(overlap=False, page_size=4, window=64, num_window_pages=16)
+
+
+def test_an_abort_while_the_prompt_is_computed(engine_of):
+    engine = engine_of(max_step_tokens=8)
+    engine.add(PROMPT)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.handle(Abort(1))
+    engine.run()
+    assert serve(engine, PROMPT) >= 16
+
+
+def run_random(core, seed, **options):
+    rng = random.Random(seed)
+    window = rng.choice([1, 2, 5, 16, 30])
+    page_size = rng.choice([1, 4, 16])
+    num_pages = 1 + pages_of_window(window, page_size) + rng.choice([0, 1, 3, 10, 40])
+    options |= {"window": window, "page_size": page_size, "num_window_pages": num_pages}
+    return core.run_random(seed, num_pages=1 + 96 // page_size, **options)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_loads_give_the_tokens_of_requests_alone(core, monkeypatch, seed):
+    monkeypatch.setattr(arriving, "MIN_AWAITED", 8)
+    run_random(core, seed)
+
+
+def free_a_page_too_early(monkeypatch):
+    original = Windows.commit
+
+    def commit(self, rows):
+        self.window -= 2 * self._page_size
+        original(self, rows)
+        self.window += 2 * self._page_size
+
+    monkeypatch.setattr(Windows, "commit", commit)
+
+
+def begin_anywhere(monkeypatch):
+    monkeypatch.setattr(Windows, "point", lambda self, node, end: end)
+
+
+def own_nothing_of_what_is_matched(monkeypatch):
+    original = Windows.open
+
+    def open_(self, request, node, num_matched):
+        original(self, request, node, num_matched)
+        first, end = self._first(num_matched), num_matched // self._page_size
+        pages = self._slots.window_table[request.slot, first:end]
+        self._num_owners[pages] -= 1
+
+    monkeypatch.setattr(Windows, "open", open_)
+
+
+def free_a_page_of_two_owners(monkeypatch):
+    original = Windows._release
+
+    def release(self, pages):
+        self._num_owners[pages[self._num_owners[pages] == 2]] = 1
+        original(self, pages)
+
+    monkeypatch.setattr(Windows, "_release", release)
+
+
+def leak_what_was_kept(monkeypatch):
+    original = Windows.published
+
+    def published(self, request):
+        request.kept.clear()
+        original(self, request)
+
+    monkeypatch.setattr(Windows, "published", published)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        free_a_page_too_early,
+        begin_anywhere,
+        own_nothing_of_what_is_matched,
+        free_a_page_of_two_owners,
+        leak_what_was_kept,
+    ],
+)
+def test_a_planted_fault_is_caught(monkeypatch, core, fault):
+    fault(monkeypatch)
+    for seed in range(60):
+        try:
+            run_random(core, seed, use_radix=True)
+        except (AssertionError, RuntimeError, ValueError, KeyError):
+            return
+    raise AssertionError(f"{fault.__name__} went unnoticed in 60 loads")
