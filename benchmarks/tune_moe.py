@@ -38,7 +38,7 @@ ONE = [
     Tile(1, block_out, block_in, warps, stages)
     for block_out, block_in, warps in (
         (8, 256, 2), (8, 512, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (32, 256, 4),
-        (32, 128, 4), (64, 128, 4),
+        (32, 128, 4), (64, 128, 4), (64, 64, 4), (128, 64, 4),
     )
     for stages in (3, 6)
 ]  # fmt: skip
