@@ -31,7 +31,10 @@ class EngineConfig(BaseModel):
         "auto", "dummy: random weights (normal, 0.02), for speed tests", "model"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "type of weights and activations", "model"
+        "auto",
+        "type of weights and activations; with auto, a GGUF file's weights stay packed where the "
+        "backend multiplies them so, else they are dequantized to this type",
+        "model",
     )
     quantization: Literal["fp8", "int8", "int4"] | None = option(
         None,
