@@ -30,6 +30,7 @@ class ScaledMMOps:
     """Quantized products: torch's for fp8 with a scale a row and a token, else our kernels."""
 
     name = "scaled_mm"
+    gguf_types = TritonOps.gguf_types
 
     def __init__(self) -> None:
         self._beside = TritonOps()

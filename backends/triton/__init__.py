@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from ..gguf_blocks import BLOCK_TYPES
+
 if importlib.util.find_spec("triton") is not None:
     import triton
 
@@ -54,6 +56,7 @@ class TritonOps:
     """The ops that have a kernel here; each compiles at its first use, if not by `warm_steps`."""
 
     name = "triton"
+    gguf_types = frozenset(BLOCK_TYPES)  # regrouped when they are packed
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
         """Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1)."""

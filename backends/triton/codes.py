@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..api import BackendError, QuantizedWeight
+from ..gguf_blocks import regrouped
 from ..quantized import unpack_nibbles
 from .arch import current_arch
 
@@ -32,7 +33,14 @@ TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
 }
-NO_FP8 = ("sm_80",)  # architectures whose compiler does not know float8_e4m3fn
+NO_FP8 = (
+    "sm_70",
+    "sm_75",
+    "sm_80",
+    "sm_86",
+    "sm_87",
+    "gfx90a",
+)  # architectures whose compiler does not know float8_e4m3fn
 # Where a word has the bits of e2m1 codes, by plane: the sign, and the lowest of the other three.
 # Planes 0 to 2 are a shift and a mask away from bfloat16, which has its sign at 15 and these at 6.
 SIGNS, LOWEST = (15, 12, 9, 14), (6, 3, 0, 0)
@@ -97,9 +105,12 @@ def pack(weight: QuantizedWeight) -> Codes:
     Raises:
         BackendError: its kind or its groups have no kernel.
     """
+    if weight.kind == "gguf":
+        weight = regrouped(weight)
     if weight.kind not in KINDS or weight.scales is None:
         raise BackendError(f"no Triton kernel multiplies weights of kind {weight.kind!r}")
-    kind, num_in = weight.kind, weight.shape[-1]
+    kind: str = weight.kind
+    num_in = weight.shape[-1]
     if kind == "fp8" and current_arch().name in NO_FP8:
         kind = "fp8 bits"
     planes = PLANES[kind]

@@ -7,6 +7,7 @@ widened in registers. Gate and up rows take turns, as in `moe`.
 Runs on: gpu.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,10 +41,12 @@ class PackedMatrix(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """(num_experts, out, in)."""
-        if self.scaled is not None:
-            return tuple(self.scaled.shape)
-        assert self.widened is not None
-        return self.scales.shape[0], self.scales.shape[-1], self.widened.num_in
+        if self.widened is not None:
+            num_in = self.widened.num_in
+        else:
+            assert self.scaled is not None
+            num_in = self.scaled.shape[2]
+        return self.scales.shape[0], self.scales.shape[-1], num_in
 
 
 class PackedQuantizedExperts(NamedTuple):
@@ -264,16 +267,12 @@ def _interleaved(weight: QuantizedWeight) -> QuantizedWeight:
         return None if x is None else _take_turns(x.repeat_interleave(block, 1)[:, :num_rows])
 
     codes = _take_turns(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
-    return QuantizedWeight(
-        weight.kind,
-        codes,
-        weight.shape,
-        of_rows(weight.scales),
-        of_rows(weight.offsets),
-        (1, weight.block[1]),
-        weight.activations,
-        weight.input_scale,
-        weight.order,
+    return replace(
+        weight,
+        codes=codes,
+        scales=of_rows(weight.scales),
+        offsets=of_rows(weight.offsets),
+        block=(1, weight.block[1]),
     )
 
 

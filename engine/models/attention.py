@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -100,8 +100,9 @@ class Attention:
         if not float(scale) > 0:
             raise StartError(f"a layer's {which} is {float(scale)}, which is no scale")
         if (kv_dtype := self.spec.kv_dtype) is not None:
-            range_ratio = torch.finfo(torch.float8_e4m3fn).max / torch.finfo(kv_dtype).max
-            self.spec = replace(self.spec, **{which: float(scale) * range_ratio})
+            wider = torch.finfo(torch.float8_e4m3fn).max / torch.finfo(kv_dtype).max
+            given: dict[str, Any] = {which: float(scale) * wider}
+            self.spec = replace(self.spec, **given)
 
     def __call__(self, qkv: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
         """What lies between the two linears; new keys and values go to the cache.

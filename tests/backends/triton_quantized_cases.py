@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stoker.backends import gguf_blocks
 from stoker.backends import quantized as oracle
 from stoker.backends.api import BackendError, QuantizedWeight
 from stoker.backends.triton import codes, quantized
@@ -164,9 +165,24 @@ def test_a_broken_token_breaks_no_other():
         assert torch.equal(broken[others], whole[others])
 
 
+@pytest.mark.parametrize("gguf_type", gguf_blocks.BLOCK_TYPES)
+def test_gguf_blocks_are_regrouped(gguf_type):
+    block_type = gguf_blocks.BLOCK_TYPES[gguf_type]
+    gen = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (24, 2, block_type.num_bytes), generator=gen, dtype=torch.uint8)
+    for at in (208,) if gguf_type == "Q6_K" else (0, 2):  # where a factor of all may be
+        blocks[..., at : at + 2] = torch.tensor([0.01]).half().view(torch.uint8)
+    shape = (24, 2 * block_type.size)
+    weight = QuantizedWeight("gguf", blocks.flatten(1), shape, gguf_type=gguf_type)
+    x = random(3, shape[1], dtype=torch.float32)
+    got = quantized.quantized_linear(x, quantized.pack_quantized(weight, None))
+    want = x.double() @ gguf_blocks.dequantize(weight.codes, gguf_type).double().T
+    assert error(got, want) < 1e-3
+
+
 def test_what_has_no_kernel_says_so():
     for kind, block, reason in (
-        ("gguf", (1, 32), "kind 'gguf'"),
+        ("int3", (1, 32), "kind 'int3'"),
         ("uint4", (1, 24), "groups of 24 columns"),
     ):
         weight = QuantizedWeight(kind, torch.zeros(8, 48, dtype=torch.uint8), (8, 96),
