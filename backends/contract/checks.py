@@ -10,8 +10,7 @@ Runs on: gpu.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,16 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import DenseRows, DeviceRuntime, LayerCache, MLASpec, Provider, Rope, RouterSpec
+from ..api import DenseRows, LayerCache, MLASpec, Rope, RouterSpec
 from ..reference import uniform
 from . import delta_net as delta_net_cases
 from .cases import (
     ORACLE,
     TOLERANCE,
     AttentionCase,
-    AttentionInputs,
     attention_cases,
-    build_attention,
     latent_cases,
     make_rope,
     moved,
@@ -38,114 +35,9 @@ from .cases import (
     sampling_rows,
     tree_cases,
 )
-
-POISON = 1e4  # in slots that nobody owns, for providers that read them and mask what they give
-
-
-@dataclass(frozen=True)
-class Target:
-    """One provider on one device."""
-
-    runtime: DeviceRuntime
-    provider: Provider
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors live."""
-        return self.runtime.device
-
-    @property
-    def has_float32_residual(self) -> bool:
-        """Whether its ops take a float32 residual beside activations of another type."""
-        return getattr(self.provider, "float32_residual", False)
-
-    def op(self, name: str) -> Any:
-        """The provider's method."""
-        return getattr(self.provider, name)
-
-    def attention(self, case: AttentionCase, dtype: torch.dtype) -> AttentionInputs:
-        """A case's tensors; what must not be read holds NaN, or large numbers."""
-        inputs = build_attention(case, dtype, self.device)
-        if getattr(self.provider, "needs_finite_cache", False):
-            cache = LayerCache(*(x.nan_to_num(POISON) for x in inputs.cache))
-            inputs = replace(inputs, cache=cache)
-        return inputs
-
-    def kept(self, cache: LayerCache) -> LayerCache:
-        """A cache in the contract's order as the provider keeps it."""
-        convert = getattr(self.provider, "from_nhd", None)
-        return convert(cache) if convert else cache
-
-    def nhd(self, cache: LayerCache) -> LayerCache:
-        """The inverse of `kept`."""
-        convert = getattr(self.provider, "to_nhd", None)
-        return convert(cache) if convert else cache
-
-
-@dataclass(frozen=True)
-class Check:
-    """A check of the first of these ops, which calls them all.
-
-    Attributes:
-        wants_float32_residual: it is for providers with that attribute alone.
-    """
-
-    ops: tuple[str, ...]
-    case: str
-    run: Callable[[Target], float]
-    wants_float32_residual: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.ops[0]}-{self.case}"
-
-    def missing(self, target: Target) -> str | None:
-        """Why it is not for this target, or None."""
-        for op in self.ops:
-            if not hasattr(target.provider, op):
-                return f"{target.provider.name} does not have {op}"
-        if self.wants_float32_residual and not target.has_float32_residual:
-            return f"{target.provider.name} keeps the residual in the model's type"
-        return None
-
-
-def randn(
-    *shape: int,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> Tensor:
-    """The same numbers on every device."""
-    gen = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=gen, dtype=torch.float64).to(device, dtype)
-
-
-def up(x: Any) -> Any:
-    """A tensor in float64 on the CPU, or None."""
-    return None if x is None else x.cpu().double()
-
-
-def compare(got: Tensor, want: Tensor, dtype: torch.dtype, scale: float = 1.0) -> float:
-    """The largest error as a share of what is allowed: TOLERANCE (scale + |want|).
-
-    Raises:
-        AssertionError: it is more than 1, or type or shape is another.
-    """
-    assert got.dtype == dtype, f"{got.dtype}, not {dtype}"
-    assert got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"
-    allowed = TOLERANCE[dtype] * (scale + want.abs())
-    got = got.double().cpu()
-    share = ((got - want).abs() / allowed).masked_fill(got.isnan() & want.isnan(), 0.0)
-    share = share.masked_fill(got == want, 0.0)
-    worst = float(share.nan_to_num(math.inf).max()) if share.numel() else 0.0
-    assert worst <= 1, f"off by {worst:.3g} times what is allowed"
-    return worst
-
-
-def same(got: Tensor, want: Tensor, what: str) -> float:
-    """0, or an AssertionError where two tensors differ in a bit."""
-    assert torch.equal(got, want), f"{what} differs"
-    return 0.0
-
+from .fused import fused_checks
+from .quantized import quantized_checks
+from .target import Check, Target, compare, randn, same, up
 
 # ----------------------------------------------------------------------------------- the checks
 
@@ -500,6 +392,7 @@ ROUTERS = {
     "one_of_six": (RouterSpec(1, renormalize=False, scale=2.0), 6, False),
     "sigmoid": (RouterSpec(6, "sigmoid", scale=2.5), 72, True),
     "shared": (RouterSpec(6, "sigmoid", scale=2.5, num_shared=2), 64, True),
+    "shared_gate": (RouterSpec(4, num_shared=1, has_shared_gate=True), 60, False),
     "groups": (RouterSpec(6, "softmax", 8, 3, renormalize=False, scale=16.0), 160, False),
     "groups_with_bias": (RouterSpec(8, "sigmoid", 8, 4, scale=2.5), 256, True),
 }
@@ -507,9 +400,10 @@ ROUTERS = {
 
 def route(t: Target, kind: str) -> float:
     spec, num_experts, has_bias = ROUTERS[kind]
-    logits = randn(12, num_experts + 3, device=t.device)[:, :num_experts]
+    num_logits = num_experts + spec.has_shared_gate
+    logits = randn(12, num_experts + 3, device=t.device)[:, :num_logits]
     logits[1] = 0.0  # all equal: the lowest ids
-    logits[2, ::2] = logits[2, 1::2]
+    logits[2, :num_experts:2] = logits[2, 1:num_experts:2]
     bias = randn(num_experts, seed=1, device=t.device) / 10 if has_bias else None
     ids, weights = t.op("route")(logits, spec, bias)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
@@ -686,4 +580,6 @@ MAKERS = (
     _delta_net_checks,
     _sampling_checks,
     _expert_checks,
+    quantized_checks,
+    fused_checks,
 )

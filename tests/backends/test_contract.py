@@ -3,6 +3,7 @@
 import pytest
 from targets import targets
 
+from stoker.backends.api import BackendError
 from stoker.backends.contract.checks import checks
 
 pytestmark = pytest.mark.parametrize("target", targets())
@@ -12,4 +13,7 @@ pytestmark = pytest.mark.parametrize("target", targets())
 def test_op(target, check):
     if reason := check.missing(target):
         pytest.skip(reason)
-    assert check.run(target) <= 1
+    try:
+        assert check.run(target) <= 1
+    except BackendError as error:
+        pytest.skip(str(error))

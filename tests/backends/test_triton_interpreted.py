@@ -28,13 +28,17 @@ SELECTIONS = {
     "linear": ("triton_linear_cases.py", ""),
     "mla": ("test_contract.py", "mla and bfloat16 or mla_write and float32"),
     "more of mla": ("triton_mla_cases.py", ""),
-    "pages": ("triton_page_cases.py", ""),
+    "pages": ("test_contract.py", "copy_pages"),
     "moe": ("triton_moe_cases.py", ""),
+    "quantized contract": ("test_contract.py", "quantized and bfloat16 and (98x320 or silu) and "
+                           "(fp8-channel-token or uint4-group128 or mxfp4)"),
     "quantized": ("triton_quantized_cases.py", ""),
     "quantized experts": ("triton_moe_quantized_cases.py", ""),
     "flashinfer": ("flashinfer_cases.py", ""),
+    "flashinfer mla": ("flashinfer_mla_cases.py", ""),
     "delta_net": ("test_contract.py", "delta_net and (interleaved-bfloat16 or -chunks-float32)"),
-    "experts": ("test_contract.py", "(experts and not float16) or route"),
+    "experts": ("test_contract.py", "not quantized and ((experts and not float16) or route or "
+                "norm_experts_add-9-bfloat16)"),
 }  # fmt: skip
 
 
