@@ -57,6 +57,7 @@ class Windows:
         self._is_cached = np.zeros(num_pages, np.bool_)  # the tree is one of them
         self._num_idle = 0  # pages that only the tree owns
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # the least recently used first
+        self._num_stopping = 0  # running requests with stops
 
     @property
     def num_available(self) -> int:
@@ -127,15 +128,16 @@ class Windows:
         pages = table[first:end]
         self._num_idle -= int((self._num_owners[pages] == 1).sum())
         self._num_owners[pages] += 1
-        request.stops.clear()
         if request.num_known > num_matched:
             request.stops.append(request.num_known)
+            self._num_stopping += 1
 
     def stop_at(self, request: Request, stop: int) -> bool:
         """Have a running request leave what it takes to go on there; False: it is too late."""
         if stop not in request.stops:
             if self._first(stop) < self._slots.first_window_page[request.slot]:
                 return False
+            self._num_stopping += not request.stops
             insort(request.stops, stop)
         return True
 
@@ -148,16 +150,20 @@ class Windows:
         slots, size = self._slots, self._page_size
         aligned = (slots.committed[rows] // size - 1) * size
         firsts = np.maximum(aligned - self.window + 1, 0) // size
-        is_due = firsts > slots.first_window_page[rows]
-        gone = []
-        for slot, first in zip(rows[is_due].tolist(), firsts[is_due].tolist(), strict=True):
-            before = int(slots.first_window_page[slot])
-            pages = slots.window_table[slot, before:first]
-            gone.append(self._keep(slots.owner(slot), before, pages))
-            pages[:] = 0
-            slots.first_window_page[slot] = first
-        if gone:
-            self._release(np.concatenate(gone))
+        counts = firsts - slots.first_window_page[rows]
+        due = np.flatnonzero(counts > 0)
+        if not len(due):
+            return
+        rows, counts = rows[due], counts[due]
+        which = np.repeat(rows, counts)  # a slot and an index for each page that goes
+        ends = np.cumsum(counts)
+        indices = np.arange(ends[-1]) + np.repeat(firsts[due] - ends, counts)
+        pages = slots.window_table[which, indices]
+        slots.window_table[which, indices] = 0
+        slots.first_window_page[rows] = firsts[due]
+        if self._num_stopping:
+            pages = self._keep(which, indices, pages)
+        self._release(pages)
 
     def attach(self, request: Request, node: Node) -> None:
         """Give the path that ends in `node` the pages that a request has of it."""
@@ -184,6 +190,7 @@ class Windows:
         """What was kept for the tree is there now, or will not come there."""
         self._release(np.array([page for _, page in request.kept], np.intp))
         request.kept.clear()
+        self._num_stopping -= bool(request.stops)
         request.stops.clear()
 
     def close(self, request: Request) -> None:
@@ -195,7 +202,7 @@ class Windows:
         slots.window_table[slot, :end] = 0
         slots.first_window_page[slot] = 0
 
-    def check(self, nodes: Iterable[Node], running: Iterable[Request]) -> None:
+    def check(self, nodes: Iterable[Node], running: list[Request]) -> None:
         """Raise AssertionError unless each page has the owners that it is thought to have."""
         slots, size = self._slots, self._page_size
         num_owners = np.zeros_like(self._num_owners)
@@ -219,6 +226,8 @@ class Windows:
             pages = np.concatenate([table[first:end], [page for _, page in request.kept]])
             np.add.at(num_owners, pages.astype(np.intp), 1)
         assert np.array_equal(num_owners, self._num_owners), "owners of window pages"
+        num_stopping = sum(bool(request.stops) for request in running)
+        assert num_stopping == self._num_stopping, f"{num_stopping} stop, {self._num_stopping}?"
         assert np.array_equal(is_cached, self._is_cached), "window pages of the tree"
         free = self.pool.free_pages()
         assert not num_owners[free].any() and len(np.unique(free)) == len(free)
@@ -236,13 +245,19 @@ class Windows:
             yield node
             node = node.parent
 
-    def _keep(self, request: Request, index: int, pages: np.ndarray) -> np.ndarray:
-        """Keep those of a request's pages that its stops need; the others."""
+    def _keep(self, rows: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Keep those pages that their requests' stops need; the others."""
         is_kept = np.zeros(len(pages), np.bool_)
-        for stop in request.stops:
-            first, last = self._first(stop) - index, stop // self._page_size - index
-            is_kept[max(first, 0) : max(last, 0)] = True
-        request.kept += [(index + int(i), int(pages[i])) for i in np.flatnonzero(is_kept)]
+        for slot in np.unique(rows).tolist():
+            request = self._slots.owner(slot)
+            for stop in request.stops:
+                is_kept |= (
+                    (rows == slot)
+                    & (indices >= self._first(stop))
+                    & (indices < stop // self._page_size)
+                )
+            own = np.flatnonzero(is_kept & (rows == slot))
+            request.kept += zip(indices[own].tolist(), pages[own].tolist(), strict=True)
         return pages[~is_kept]
 
     def _release(self, pages: np.ndarray) -> None:
