@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,7 +125,8 @@ def in_float64(inputs: DeltaNetInputs) -> DeltaNetInputs:
         return x.to(torch.float64, copy=True)
 
     spec = inputs.spec
-    tensors = {name: up(getattr(spec, name)) for name in ("conv", "decay", "dt_bias", "norm")}
+    names = ("conv", "decay", "dt_bias", "norm")
+    tensors: dict[str, Any] = {name: up(getattr(spec, name)) for name in names}
     state = LayerState(up(inputs.state.conv), up(inputs.state.recurrent))
     return DeltaNetInputs(
         up(inputs.qkvz), up(inputs.ba), inputs.meta, state, replace(spec, **tensors)

@@ -50,18 +50,18 @@ def decoder_layer(t: Target, dtype: torch.dtype, has_input: bool) -> float:
     matrices = {name: matrix(*shape) for name, shape in shapes.items()}
     norms = [randn(HIDDEN, seed=next(seeds), dtype=dtype, device=t.device) for _ in "ab"]
 
-    def weights(linears: dict[str, Any], before: Tensor, between: Tensor, device: Any) -> Any:
+    def weights(linears: dict[str, Any], norms: list[Tensor], device: Any) -> LayerWeights:
         rope = make_rope(LAYER.head_dim)
         return LayerWeights(
             spec=inputs.spec,
             rope=rope.__class__(rope.cos_sin.to(device), rope.rotary_dim),
             eps=1e-6,
             activation="silu",
-            input_norm=before,
+            input_norm=norms[0],
             q_norm=None,
             k_norm=None,
             attention_out_norm=None,
-            mlp_norm=between,
+            mlp_norm=norms[1],
             mlp_out_norm=None,
             **linears,
         )
@@ -72,12 +72,11 @@ def decoder_layer(t: Target, dtype: torch.dtype, has_input: bool) -> float:
     x = randn(num_tokens, HIDDEN, seed=31, dtype=dtype, device=t.device) if has_input else None
     want_residual = up(residual)
     known = {name: (up(matrix), None) for name, matrix in matrices.items()}
-    want = ORACLE.decoder_layer(
-        up(x), want_residual, weights(known, *map(up, norms), "cpu"), oracle.meta, oracle.cache
-    )
+    of_oracle = weights(known, [up(norm) for norm in norms], "cpu")
+    want = ORACLE.decoder_layer(up(x), want_residual, of_oracle, oracle.meta, oracle.cache)
     packed = {name: t.op("pack_linear")(matrix, None) for name, matrix in matrices.items()}
     cache = t.kept(inputs.cache)
-    of_provider = weights(packed, *norms, t.device)
+    of_provider = weights(packed, norms, t.device)
     got = t.op("decoder_layer")(x, residual, of_provider, inputs.meta, cache)
     worst = compare(got, want, dtype, scale=8)
     worst = max(worst, compare(residual.to(dtype), want_residual, dtype, scale=8))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ class QuantizedCase:
     """A form of QuantizedWeight; block sizes of 0 are the whole weight's."""
 
     name: str
-    kind: str
+    kind: Literal["fp8", "int8", "uint4", "mxfp4"]
     block: tuple[int, int]
-    activations: str | None = None
+    activations: Literal["tensor", "token", "group"] | None = None
     has_input_scale: bool = False
     has_offsets: bool = False
     has_order: bool = False
@@ -103,7 +104,9 @@ def random_quantized(
 def on_device(weight: QuantizedWeight, device) -> QuantizedWeight:
     """The same weight there, in tensors of its own."""
     of = {f.name: getattr(weight, f.name) for f in fields(weight)}
-    moved = {k: x.to(device, copy=True) for k, x in of.items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {
+        k: x.to(device, copy=True) for k, x in of.items() if isinstance(x, Tensor)
+    }
     return replace(weight, **moved)
 
 

@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 from gguf_cases import random_gguf
+from proofs import prove
 
 from stoker.backends import cpu
 from stoker.backends.api import BackendError, QuantizedWeight
@@ -93,6 +94,7 @@ def test_rows_of_an_embedding(gguf_type, dtype):
     got = NATIVE.quantized_rows(packed, ids, dtype)
     assert got.dtype == dtype
     torch.testing.assert_close(got, dequantize(weight)[ids].to(dtype), rtol=1e-6, atol=1e-7)
+    prove("cpu", "quantized_rows", "native", "ran")
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads():
@@ -122,6 +124,7 @@ def test_parts_of_several_types_follow_each_other():
         for w, b in zip(weights, bias.split([40, 7, 24]), strict=True)
     ]
     assert torch.equal(got, torch.cat(alone, dim=1))
+    prove("cpu", "pack_quantized_rows", "native", "ran")
 
 
 def test_numbers_that_are_not_finite_stay_so_and_harm_no_other_row():
