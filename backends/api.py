@@ -297,6 +297,7 @@ class RouterSpec:
         scale: multiplies the weights in the end.
         num_shared: experts behind those of the logits that every token has, too, after its top_k,
             with a weight of 1.
+        has_shared_gate: their weight is the sigmoid of one logit behind the experts' instead.
     """
 
     top_k: int
@@ -306,6 +307,7 @@ class RouterSpec:
     renormalize: bool = True
     scale: float = 1.0
     num_shared: int = 0
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -521,7 +523,7 @@ class Ops(Protocol):
         """gelu(x[:, :n], tanh form) * x[:, n:] for x [num_tokens, 2 n]."""
 
     def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Choose experts by router logits float32 [num_tokens, num_experts].
+        """Choose experts by router logits float32 [num_tokens, num_experts], or one more of them.
 
         Args:
             bias: float32 [num_experts] added to the scores for the choice, not to the weights.

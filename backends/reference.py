@@ -222,7 +222,9 @@ class ReferenceOps:
         With groups (DeepSeek-V2 and V3), those with the largest scores are chosen first: a
         group's score is its best expert's, or the sum of its best two where there is a bias.
         """
-        logits = _up(logits)
+        logits, shared_gate = _up(logits), logits.new_ones(())
+        if spec.has_shared_gate:
+            logits, shared_gate = logits[:, :-1], logits[:, -1:].sigmoid()
         scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
         choice = scores if bias is None else scores + bias
         choice = choice.masked_fill(choice.isnan(), -math.inf)
@@ -242,7 +244,8 @@ class ReferenceOps:
         if spec.num_shared:
             shared = torch.arange(spec.num_shared, device=ids.device) + logits.shape[1]
             ids = torch.cat((ids, shared.expand(len(ids), -1)), dim=1)
-            weights = F.pad(weights, (0, spec.num_shared), value=1.0)
+            of_shared = shared_gate.expand(len(ids), spec.num_shared)
+            weights = torch.cat((weights, of_shared), dim=1)
         return ids.int(), weights.to(logits.dtype)
 
     def pack_experts(self, weights: ExpertWeights) -> Any:

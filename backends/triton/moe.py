@@ -142,6 +142,7 @@ def _route(
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     NUM_SHARED: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
@@ -196,7 +197,11 @@ def _route(
         choice = tl.where(is_it, none, choice)
     if RENORMALIZE:
         weights /= tl.maximum(tl.sum(weights, 0), 1e-20)
-    weights = tl.where(j < TOP_K, weights * scale, 1.0)
+    of_shared = 1.0
+    if HAS_SHARED_GATE:
+        gate = tl.load(logits_ptr + token * stride_logits + NUM_EXPERTS).to(tl.float32)
+        of_shared = tl.sigmoid(gate)
+    weights = tl.where(j < TOP_K, weights * scale, of_shared)
     tl.store(ids_ptr + token * WIDTH + j, ids, mask=j < WIDTH)
     tl.store(weights_ptr + token * WIDTH + j, weights, mask=j < WIDTH)
 
@@ -204,6 +209,7 @@ def _route(
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Expert ids int32 and weights float32, [num_tokens, top_k + num_shared] each."""
     num_tokens, num_experts = logits.shape
+    num_experts -= spec.has_shared_gate
     assert logits.stride(1) == 1 and num_experts % spec.num_groups == 0
     shape = num_tokens, spec.top_k + spec.num_shared
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
@@ -221,6 +227,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor
             NUM_GROUPS=spec.num_groups,
             TOP_GROUPS=spec.top_groups,
             NUM_SHARED=spec.num_shared,
+            HAS_SHARED_GATE=spec.has_shared_gate,
             BLOCK_G=triton.next_power_of_2(spec.num_groups),
             BLOCK_S=triton.next_power_of_2(num_experts // spec.num_groups),
             IS_SOFTMAX=spec.scoring == "softmax",

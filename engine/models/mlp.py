@@ -126,9 +126,9 @@ class Router:
         return self._choose(norm.linear(residual, self._packed, torch.float32))
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        num_experts = self._moe.num_experts
-        ids, weights = self._ops.route(logits[:, :num_experts], self._moe.router, self._correction)
-        return ids, weights, logits[:, num_experts:]
+        num = self._moe.num_experts + self._moe.router.has_shared_gate
+        ids, weights = self._ops.route(logits[:, :num], self._moe.router, self._correction)
+        return ids, weights, logits[:, num:]
 
 
 class MixtureOfExperts:
@@ -147,14 +147,16 @@ class MixtureOfExperts:
             shared is not None
             and is_plain
             and parameters.scheme(f"{shared_name}.{shared.projections[0]}") is None
-            and shared.gate is None
             and len(shared.projections) == len(moe.projections)
             and shared.intermediate_size % moe.intermediate_size == 0
             and moe.activation is None
             and not config.mlp_bias
         ):
             num_shared = shared.intermediate_size // moe.intermediate_size
-            moe = replace(moe, router=replace(moe.router, num_shared=num_shared))
+            router = replace(
+                moe.router, num_shared=num_shared, has_shared_gate=shared.gate is not None
+            )
+            moe = replace(moe, router=router)
             self.experts: Experts | QuantizedExperts = Experts(
                 name, config, moe, parameters, [f"{shared_name}.{n}" for n in shared.projections]
             )
@@ -163,9 +165,8 @@ class MixtureOfExperts:
             kind = Experts if is_plain else QuantizedExperts
             self.experts = kind(name, config, moe, parameters)
         parts = {f"{name}.{moe.gate}": moe.num_experts}
-        self._is_gated = shared is not None and shared.gate is not None
-        if shared is not None and shared.gate is not None:
-            parts[f"{layer}.{shared.gate}"] = 1
+        if moe.shared is not None and moe.shared.gate is not None:
+            parts[f"{layer}.{moe.shared.gate}"] = 1
         correction = None if moe.correction_bias is None else f"{name}.{moe.correction_bias}"
         self._router = Router(parts, config.hidden_size, moe, correction, parameters)
         self._shared: MLP | None = None
@@ -196,4 +197,4 @@ class MixtureOfExperts:
         if self._shared is None:
             return out
         shared = self._shared(x)
-        return out.add_(shared * gate.sigmoid().to(x.dtype) if self._is_gated else shared)
+        return out.add_(shared * gate.sigmoid().to(x.dtype) if gate.shape[1] else shared)

@@ -130,6 +130,28 @@ def test_a_router_in_float32_stays_so(checkpoint):
 
 
 @pytest.mark.parametrize(
+    ("family", "fields", "num_packed"),
+    [
+        ("Glm4Moe", GLM | dict(n_shared_experts=2), 6),
+        ("Qwen2Moe", QWEN3 | dict(shared_expert_intermediate_size=48), 5),
+        ("Qwen2Moe", QWEN3 | dict(shared_expert_intermediate_size=50), 4),  # 1.04 experts
+    ],
+)
+def test_shared_experts_become_experts_that_every_token_has(family, fields, num_packed, shape):
+    packed = []
+
+    class Recorder(TorchOps):
+        def pack_experts(self, weights):
+            packed.append(len(weights.down))
+            return super().pack_experts(weights)
+
+    hf = {"architectures": [f"{family}ForCausalLM"], **shape, **fields}
+    model = build(parse_config(hf | {"head_dim": 32}), Recorder(), CPU, torch.float32)
+    model.load(weights.dummy(model.shapes, model.config, CPU, torch.float32, 0))
+    assert set(packed) == {num_packed}
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         (dict(architectures=["OlmoeForCausalLM"], clip_qkv=8.0), "clip_qkv"),

@@ -132,6 +132,7 @@ CASES = {
         "Qwen2Moe",
         QWEN2_MOE
         | dict(norm_topk_prob=True, mlp_only_layers=[1], qkv_bias=False)
+        | dict(shared_expert_intermediate_size=96)  # which is two experts
         | dict(use_sliding_window=True, sliding_window=9, max_window_layers=2),
     ),
     "olmoe": ("Olmoe", MOE | dict(num_experts=6)),
@@ -254,7 +255,8 @@ CASES = {
 
 
 NATIVE_CASES = ["gemma2", "phi3 partial rotary", "olmo3", "granite", "smollm3", "glm4", "cohere2"]
-NATIVE_CASES += ["starcoder2", "stablelm parallel, norms of q and k"]
+NATIVE_CASES += ["starcoder2", "stablelm parallel, norms of q and k", "gpt oss", "deepseek v3"]
+NATIVE_CASES += ["qwen2 moe, weights renormalized, a dense layer, windows"]
 CPU = torch.device("cpu")
 
 
