@@ -6,7 +6,7 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
-from test_formats import OUTLIERS, Recorder, check_logits, check_values, load, round_inputs
+from test_formats import OUTLIERS, Recorder, check_logits, check_values, linears_of, load
 
 from stoker.engine.api.errors import StartError
 
@@ -102,14 +102,8 @@ def test_scheme(name, tmp_path, make_hf_model, loop):
     write(hf, tmp_path, SCHEMES[name], static)
     ops = Recorder()
     model = load(tmp_path, ops)
-    kept = {
-        name: module.weight.data
-        for name, module in hf.named_modules()
-        if isinstance(module, torch.nn.Linear) and name != "lm_head"
-    }
-    check_values(ops.values, kept)
-    if how is not None:
-        round_inputs(hf, how)
+    check_values(ops.values, {n: linear.weight.data for n, linear in linears_of(hf).items()})
+    ops.check_inputs(how)
     check_logits(model, hf, loop)
 
 

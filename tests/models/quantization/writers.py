@@ -1,7 +1,7 @@
 """Writers of quantized checkpoints, and the weights that they stand for.
 
 Written from the formats' descriptions, and compared once with what AutoAWQ 0.2.9 (`WQLinear_GEMM`),
-GPTQModel 7.7.0 (`TorchQuantLinear.pack`, checkpoint formats 1 and 2) and transformers 5.24
+GPTQModel 7.7.0 (`TorchLinear.pack_block`, checkpoint formats 1 and 2) and transformers 5.24
 (`convert_moe_packed_tensors`) make of the same numbers. What compressed-tensors keeps is written by
 that package itself, see `test_compressed_tensors.py`.
 """
