@@ -218,6 +218,9 @@ def _compressed_tensors(fields: Fields) -> tuple[Rule, ...]:
     sparsity = fields.table("sparsity_config").get("format") or "dense"
     if sparsity != "dense":
         raise _unsupported("sparsity_config.format", sparsity, ("dense",))
+    cache = fields.table("kv_cache_scheme")
+    if cache and (cache.get("type"), cache.get("num_bits")) != ("float", 8):
+        raise _unsupported("kv_cache_scheme.type", cache.get("type"), ("float of 8 bits",))
     if fields.get("transform_config"):
         raise StartError("quantization_config: transform_config is not supported")
     rules = [Rule(_name_or_regex("ignore", n), None) for n in _names(fields, "ignore")]
