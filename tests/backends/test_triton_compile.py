@@ -10,7 +10,9 @@ import torch
 from stoker.backends.api import (
     AttentionSpec,
     BatchMeta,
+    DeltaNetSpec,
     LayerCache,
+    LayerState,
     QuantizedExperts,
     QuantizedWeight,
     Rope,
@@ -30,6 +32,7 @@ from compile_only import TARGETS, CompileOnly
 from stoker.backends.triton import (
     TritonOps,
     attention,
+    delta_net,
     fused,
     linear,
     moe,
@@ -40,7 +43,7 @@ from stoker.backends.triton import (
 )
 from stoker.backends.triton.flash import Tile
 
-HAS_DOT = {"_decode", "_extend", "_shared_prefix", "_grouped"}
+HAS_DOT = {"_decode", "_extend", "_shared_prefix", "_grouped", "_within_chunks", "_scan_chunks"}
 GROUPS = RouterSpec(8, "sigmoid", 8, 4, scale=2.5, num_shared=1)
 MAX_SPILL = 64  # bytes of stack (NVIDIA) or registers (AMD): a few addresses, not a tile
 NATIVE_FP8 = {
@@ -154,6 +157,29 @@ def quantized_weight(target, kind, block, activations, *size):
     return QuantizedWeight(kind, codes, size, scales, offsets, block, activations)
 
 
+def launch_delta_net(dtype, *, interleaved):
+    """The sizes of Qwen3-Next."""
+    spec = DeltaNetSpec(
+        num_key_heads=16,
+        num_value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        conv=meta_tensor(8192, 4, dtype=dtype),
+        decay=meta_tensor(32, dtype=torch.float32),
+        dt_bias=meta_tensor(32, dtype=torch.float32),
+        norm=meta_tensor(128, dtype=torch.float32),
+        eps=1e-6,
+        interleaved=interleaved,
+    )
+    state = LayerState(
+        meta_tensor(257, 8192, 3, dtype=dtype),
+        meta_tensor(257, 32, 128, 128, dtype=torch.float32),
+    )
+    meta = batch(64, [512, 2048])
+    projected = meta_tensor(meta.num_tokens, 12288 + 64, dtype=dtype)
+    delta_net.delta_net(projected[:, :12288], projected[:, 12288:], meta, state, spec)
+
+
 def launch_page_copies():
     parts, rows = meta_tensor(2, 3, dtype=torch.int64), meta_tensor(500)
     for to_pool in (False, True):
@@ -192,6 +218,7 @@ def test_kernels_compile(target):
         lambda: launch_rest(torch.bfloat16, NATIVE_FP8.get(target, torch.bfloat16)),
         lambda: launch_sampling(greedy=False),
         launch_page_copies,
+        lambda: launch_delta_net(torch.bfloat16, interleaved=target != "sm_90"),
         lambda: launch_linear(1, 4096, has_norm=False),
         lambda: launch_linear(1, 28672, has_norm=True, gate="silu"),
         lambda: launch_linear(8, 28672, has_norm=True, gate="silu"),
@@ -214,7 +241,8 @@ def test_kernels_compile(target):
     names = {kernel.name for kernel in compiled.kernels}
     assert names >= HAS_DOT | {"_plan_decode", "_write_qkv", "_rms_norm", "_gated", "_linear",
                                "_sample", "_route", "_pair_gate_up", "_pair_down", "_count",
-                               "_place", "_sum_parts", "_copy_pages"}  # fmt: skip
+                               "_place", "_sum_parts", "_copy_pages", "_convolve", "_decode_delta",
+                               "_invert", "_norm_heads"}  # fmt: skip
     for kernel in compiled.kernels:
         assert kernel.num_threads <= 1024, kernel
         if kernel.name in HAS_DOT and not kernel.is_float32:
