@@ -24,19 +24,22 @@ from pathlib import Path
 
 from stoker.backends.contract.checks import checks
 
+MANY = ("attend", "quantized_linear", "quantized_experts", "delta_net", "mla_attend")
+KINDS = ("-float32", "-float16", "-bfloat16")
 
-def check_in_processes(backend: str, report: Path) -> bool:
-    """Check all ops; attention, whose kernels are the most, by type."""
-    ops = list(dict.fromkeys(check.ops[0] for check in checks()))
-    jobs = [(op, "") for op in ops if op != "attend"]
-    jobs += [("attend", f"-{kind}") for kind in ("float32", "float16", "bfloat16")]
+
+def check_in_processes(backend: str, only: list[str], report: Path) -> bool:
+    """Check all ops; those with many kernels by type."""
+    ops = only or list(dict.fromkeys(check.ops[0] for check in checks()))
+    jobs = [(op, kind) for op in ops if op in MANY for kind in KINDS]
+    jobs += [(op, "") for op in ops if op not in MANY]
 
     def run(job: tuple[str, str]) -> tuple[str, dict]:
         op, case = job
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "report.json")
             command = [sys.executable, "-m", "stoker.http", "check-backend", "--backend", backend]
-            command += ["--op", op, "--case", case, "--report", str(path)]
+            command += ["--op", op, f"--case={case}", "--report", str(path)]
             done = subprocess.run(command, capture_output=True, text=True)
             if not path.exists():
                 return done.stdout + done.stderr[-2000:], {}
@@ -116,11 +119,14 @@ def _without_amd_options(select):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
     parser.add_argument("--report", type=Path, default=Path("gpu-contract.json"))
     parser.add_argument("--aiter", type=Path, help="wheel of amd-aiter, or a folder with its files")
     parser.add_argument("--only-aiter", action="store_true", help="leave out the other checks")
     arguments = parser.parse_args()
-    is_good = arguments.only_aiter or check_in_processes(arguments.backend, arguments.report)
+    is_good = arguments.only_aiter or check_in_processes(
+        arguments.backend, arguments.op, arguments.report
+    )
     if arguments.aiter is not None:
         is_good &= check_aiter(arguments.aiter)
     return 0 if is_good else 1
