@@ -41,6 +41,7 @@ class BackendModule:
 
 BACKENDS = tuple(BackendModule(name, f".{name}") for name in ("cuda", "rocm", "xpu", "cpu"))
 
+LATENT_OPS = ("mla_attend", "mla_attend_dense")
 # Ops that share a private format come from one provider.
 OP_GROUPS = (
     ("pack_linear", "linear", "norm_linear", "norm_gated_linear", "linear_add"),
@@ -50,8 +51,7 @@ OP_GROUPS = (
     ("attend",),
     ("write_qkv",),  # after attend, whose layout of pages it must write
     ("mla_write",),
-    ("mla_attend",),
-    ("mla_attend_dense",),
+    LATENT_OPS,
     ("delta_net",),
     ("silu_and_mul",),
     ("gelu_and_mul",),
@@ -103,6 +103,7 @@ class Backend:
         providers: those that were chosen for an op.
         attention: those that can serve `attend`, best first.
         is_forced: whether the first of these was asked for.
+        latent, is_latent_forced: the same of LATENT_OPS.
     """
 
     runtime: DeviceRuntime
@@ -111,33 +112,56 @@ class Backend:
     providers: tuple[Provider, ...]
     attention: tuple[Provider, ...]
     is_forced: bool
+    latent: tuple[Provider, ...] = ()
+    is_latent_forced: bool = False
 
-    def settle(self, specs: Iterable[AttentionSpec], dtype: torch.dtype, page_size: int) -> None:
+    def settle(
+        self, specs: Iterable[AttentionSpec | MLASpec], dtype: torch.dtype, page_size: int
+    ) -> None:
         """Have providers say, now that the model is known, whether they serve its attention.
 
         Raises:
             BackendError: the one that was asked for does not.
         """
-        specs = tuple(specs)
-        passed_over = dict(self.choices["attend"].passed_over)
-        for provider in self.attention:
+        others, latent = _by_kind(specs)
+        if others or not latent:
+            arguments = (others, dtype, page_size, self.runtime)
+            self._settle(("attend",), self.attention, self.is_forced, *arguments)
+        if latent:
+            self._settle(
+                LATENT_OPS,
+                self.latent,
+                self.is_latent_forced,
+                latent,
+                dtype,
+                page_size,
+                self.runtime,
+            )
+
+    def _settle(
+        self,
+        ops: tuple[str, ...],
+        providers: tuple[Provider, ...],
+        is_forced: bool,
+        *arguments: Any,
+    ) -> None:
+        passed_over = dict(self.choices[ops[0]].passed_over)
+        for provider in providers:
             reason = None
             if hasattr(provider, "settle"):
-                reason = provider.settle(
-                    specs, dtype, page_size, self.runtime, is_forced=self.is_forced
-                )
+                reason = provider.settle(*arguments, is_forced=is_forced)
             if reason is None:
                 break
-            if self.is_forced:
+            if is_forced:
                 raise BackendError(
-                    f"attend of backend {self.runtime.name} cannot come from {provider.name}: "
+                    f"{ops[0]} of backend {self.runtime.name} cannot come from {provider.name}: "
                     + reason
                 )
             passed_over[provider.name] = reason
-        self.choices["attend"] = Choice("attend", provider.name, passed_over)
-        ops: Any = self.ops
-        ops.attend = getattr(provider, "attend")  # noqa: B009 - a provider may have only some ops
-        ops.replan = getattr(provider, "replan", None)
+        for op in ops:
+            self.choices[op] = Choice(op, provider.name, passed_over)
+            setattr(self.ops, op, getattr(provider, op))
+        self.ops.replan = getattr(provider, "replan", None)
         reasons = "".join(f"; {name}: {reason}" for name, reason in passed_over.items())
         logger.info("attention by %s%s", provider.name, reasons)
 
@@ -145,9 +169,7 @@ class Backend:
         self, specs: Iterable[AttentionSpec | MLASpec], dtype: torch.dtype, page_size: int
     ) -> list[Callable[[], None]]:
         """What launches the kernels that steps with such attention layers can meet."""
-        specs = tuple(specs)
-        latent = tuple(spec for spec in specs if isinstance(spec, MLASpec))
-        others = tuple(spec for spec in specs if not isinstance(spec, MLASpec))
+        others, latent = _by_kind(specs)
         return [
             step
             for provider in self.providers
@@ -226,7 +248,7 @@ def _labelled(backend: Backend) -> Backend:
     return backend
 
 
-def build(name: str, specs: Iterable[AttentionSpec], dtype: torch.dtype) -> list[str]:
+def build(name: str, specs: Iterable[AttentionSpec | MLASpec], dtype: torch.dtype) -> list[str]:
     """Have the providers of a backend build, ahead, what a model with such layers needs.
 
     Returns:
@@ -281,6 +303,7 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     choices = {}
     layout = ""
     attention: tuple[Provider, ...] = ()
+    latent: tuple[Provider, ...] = ()
     for group in OP_GROUPS:
         forced = next((overrides[op] for op in group if op in overrides), None)
         passed_over: dict[str, str] = {}
@@ -306,6 +329,14 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
             if forced is None:
                 able = [p for p in providers if hasattr(p, "attend") and not reasons[p.name]]
                 attention = tuple(p for p in able if _layout(p) == layout)
+        if group == LATENT_OPS:
+            latent = (provider,)
+            if forced is None:
+                latent = tuple(
+                    p
+                    for p in providers
+                    if all(hasattr(p, op) for op in LATENT_OPS) and not reasons[p.name]
+                )
         for op in group:
             methods[op] = getattr(provider, op)
             choices[op] = Choice(op, provider.name, passed_over)
@@ -328,7 +359,25 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     packer = by_name[choices["pack_quantized"].provider]
     methods["gguf_types"] = getattr(packer, "gguf_types", frozenset())
     ops = cast("Ops", SimpleNamespace(**methods))
-    return Backend(runtime, ops, choices, chosen, attention, "attend" in overrides)
+    is_latent_forced = any(op in overrides for op in LATENT_OPS)
+    return Backend(
+        runtime,
+        ops,
+        choices,
+        chosen,
+        attention,
+        "attend" in overrides,
+        latent,
+        is_latent_forced,
+    )
+
+
+def _by_kind(
+    specs: Iterable[AttentionSpec | MLASpec],
+) -> tuple[tuple[AttentionSpec, ...], tuple[MLASpec, ...]]:
+    specs = tuple(specs)
+    latent = tuple(spec for spec in specs if isinstance(spec, MLASpec))
+    return tuple(spec for spec in specs if not isinstance(spec, MLASpec)), latent
 
 
 def _layout(provider: Provider) -> str:

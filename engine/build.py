@@ -125,8 +125,7 @@ class Builder:
         """Op to the provider that --attention-backend asks for. Needs `find_files`."""
         asked = self.config.attention_backend
         is_latent = self.files.config.latent is not None
-        ops = ("mla_attend", "mla_attend_dense") if is_latent else ("attend",)
-        return {} if asked is None else dict.fromkeys(ops, asked)
+        return {} if asked is None else {"mla_attend" if is_latent else "attend": asked}
 
     def load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """Tokenizer and chat template. Raises StartError."""
@@ -244,7 +243,7 @@ class Builder:
             num_states=self.config.max_running_requests + 1,
         )
         steps: list[Callable[[], None]] = [partial(runner.walk, self._chunk)]
-        steps += backend.warm_steps(_all_kinds(model), self._dtype, self._page_size)
+        steps += backend.warm_steps(_kinds(model), self._dtype, self._page_size)
         if not self.config.disable_graphs:
             runner.capture(self._graph_rows, self._chunk)
         return steps + captured
@@ -289,7 +288,7 @@ class Builder:
         """Compile and load kernels while weights come."""
         if self._ahead is not None:
             self._ahead.wait()
-        backend.warm(_all_kinds(model), self._dtype, self._page_size)
+        backend.warm(_kinds(model), self._dtype, self._page_size)
 
     def _window(self, model: Decoder) -> int | None:
         """The longest window of a model's layers, if these are to have a KV pool of their own."""
@@ -512,15 +511,11 @@ def build_modules(config: EngineConfig) -> list[str]:
         raise StartError(str(error)) from None
 
 
-def _kinds(model: Decoder) -> list[AttentionSpec]:
+def _kinds(model: Decoder) -> list[AttentionSpec | MLASpec]:
     """One attention layer of each kind."""
-    specs = [s for s in model.attention_specs if not isinstance(s, MLASpec)]
-    return list({(s.window, s.softcap, s.head_dim): s for s in specs}.values())
-
-
-def _all_kinds(model: Decoder) -> list[AttentionSpec | MLASpec]:
-    """The same with latent ones."""
-    return [*_kinds(model), *{s for s in model.attention_specs if isinstance(s, MLASpec)}]
+    latent = {s for s in model.attention_specs if isinstance(s, MLASpec)}
+    others = [s for s in model.attention_specs if not isinstance(s, MLASpec)]
+    return [*{(s.window, s.softcap, s.head_dim): s for s in others}.values(), *latent]
 
 
 def check_each_step(config: EngineConfig) -> bool:

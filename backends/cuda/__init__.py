@@ -15,6 +15,7 @@ from ..api import BackendError, DeviceFacts
 from ..reference import ReferenceOps
 from ..triton import TritonOps
 from .flashinfer import FlashInferOps
+from .flashinfer_mla import FlashInferMLA
 from .quantized import ScaledMMOps
 
 if has_triton := importlib.util.find_spec("triton") is not None:
@@ -227,4 +228,5 @@ def runtime() -> CudaRuntime:
 
 def providers() -> list[Provider]:
     """Best first."""
-    return [FlashInferOps(), ScaledMMOps(), TritonOps(), CublasOps(), ReferenceOps()]
+    libraries = (FlashInferOps(), FlashInferMLA(), ScaledMMOps())
+    return [*libraries, TritonOps(), CublasOps(), ReferenceOps()]

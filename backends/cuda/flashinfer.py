@@ -53,6 +53,7 @@ HEAD_DIMS = (64, 128, 256)
 TIMED_DECODE, TIMED_PREFILL = (64, 1, 2048), (2, 2048, 2048)  # rows, new tokens, context
 MIN_GAIN = 1.03  # over our kernels, to be used
 OURS = "triton"
+MODULES = "batch_[dp]*"  # names of those for decode and prefill
 PACKAGES = ("flashinfer-python", "torch", "triton")  # whose versions measurements depend on
 NOT_BUILT = "its modules for this model are not built yet: run `stoker warm MODEL`"
 
@@ -168,7 +169,7 @@ class FlashInferOps:
             return "the kernel that gathers its page indices needs triton, which is not installed"
         if importlib.util.find_spec("flashinfer") is None:
             return "flashinfer is not installed"
-        if not any(_built_libraries()):
+        if not any(built_libraries(MODULES)):
             return "none of its modules is built yet: run `stoker warm MODEL`"
         return None
 
@@ -348,26 +349,9 @@ class FlashInferOps:
 
         FlashInfer is imported for a measurement only.
         """
-        path = cache_folder() / "flashinfer.json"
-        versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
-        libraries = sorted({library.stem for library in _built_libraries()})
-        key = " | ".join(
-            [runtime.description, *versions, str(kind), f"page {page_size}", *libraries]
-        )
-        try:
-            known: dict[str, Times] = json.loads(path.read_text())
-        except (OSError, ValueError):
-            known = {}
-        if key not in known:
-            known[key] = self._measure(kind, page_size, runtime.device)
-            try:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                aside = path.with_suffix(".new")
-                aside.write_text(json.dumps(known, indent=1))
-                aside.replace(path)
-            except OSError as error:
-                logger.warning("cannot keep how fast FlashInfer is in %s: %s", path, error)
-        return known[key]
+        shape = f"{kind} | page {page_size}"
+        measure = partial(self._measure, kind, page_size, runtime.device)
+        return remembered(runtime, shape, MODULES, measure)
 
     @torch.inference_mode()
     def _measure(self, kind: Kind, page_size: int, device: torch.device) -> Times:
@@ -382,13 +366,37 @@ class FlashInferOps:
             if not names:
                 continue
             q, meta, cache = _example(kind, *size, page_size, device)
-            times[step][OURS] = _time_us(partial(attend_by_triton, q, meta, cache, spec))
+            times[step][OURS] = time_us(partial(attend_by_triton, q, meta, cache, spec))
             for name in names:
                 self.uses[kind] = Use(name, name)
                 meta.plans.clear()
-                times[step][name] = _time_us(partial(self.attend, q, meta, cache, spec))
+                times[step][name] = time_us(partial(self.attend, q, meta, cache, spec))
         self.uses.pop(kind, None)
         return times
+
+
+def remembered(
+    runtime: DeviceRuntime, shape: str, modules: str, measure: Callable[[], Times]
+) -> Times:
+    """What was measured for card, versions, shape and built modules, now or at an earlier start."""
+    path = cache_folder() / "flashinfer.json"
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    libraries = sorted({library.stem for library in built_libraries(modules)})
+    key = " | ".join([runtime.description, *versions, shape, *libraries])
+    try:
+        known: dict[str, Times] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        known = {}
+    if key not in known:
+        known[key] = measure()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            aside = path.with_suffix(".new")
+            aside.write_text(json.dumps(known, indent=1))
+            aside.replace(path)
+        except OSError as error:
+            logger.warning("cannot keep how fast FlashInfer is in %s: %s", path, error)
+    return known[key]
 
 
 DECODE_MODULES = {"cuda cores": "cuda cores", "tensor cores": "tensor cores"}  # kernel to module
@@ -402,7 +410,8 @@ def fastest(times: dict[str, float]) -> str | None:
 
 
 def _kinds(specs: Iterable[AttentionSpec], dtype: torch.dtype) -> set[Kind]:
-    return {kind for spec in specs if (kind := Kind.of(spec, dtype)) is not None}
+    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    return {kind for spec in attention if (kind := Kind.of(spec, dtype)) is not None}
 
 
 def wanted_modules() -> tuple[str, ...]:
@@ -455,14 +464,18 @@ def _preferred(kind: Kind) -> Use:
     return Use(next(iter(decode), None), next(iter(prefill), None))
 
 
-def _built_libraries() -> Iterator[Path]:
-    """Attention modules of the installed version: in the user's cache, or prebuilt."""
+def built_libraries(modules: str) -> Iterator[Path]:
+    """Modules of the installed version: in the user's cache, or prebuilt.
+
+    Args:
+        modules: a pattern of their names.
+    """
     version = importlib.metadata.version("flashinfer-python")
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    yield from (base / ".cache/flashinfer" / version).glob("*/cached_ops/batch_*/batch_*.so")
+    yield from (base / ".cache/flashinfer" / version).glob(f"*/cached_ops/{modules}/{modules}.so")
     found = importlib.util.find_spec("flashinfer_jit_cache")
     for folder in (found and found.submodule_search_locations) or ():
-        yield from Path(folder).glob("**/batch_*.so")
+        yield from Path(folder).glob(f"**/{modules}.so")
 
 
 def _wrapper(name: str, floats: Tensor, **arguments: Any) -> Any:
@@ -544,7 +557,7 @@ def _example(
     return q, meta, LayerCache(randn(*pool), randn(*pool))
 
 
-def _time_us(run: Callable[[], object], calls: int = 8) -> float:
+def time_us(run: Callable[[], object], calls: int = 8) -> float:
     """Of one call on the device, where it takes longer than the host takes to launch it."""
     times = []
     for _ in range(4):

@@ -194,7 +194,7 @@ def measured(monkeypatch, tmp_path):
     """Measurements come from this list, one after the other."""
     given = []
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path))
-    monkeypatch.setattr(flashinfer, "_built_libraries", lambda: iter(()))
+    monkeypatch.setattr(flashinfer, "built_libraries", lambda modules: iter(()))
     monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda name: "1.0")
     monkeypatch.setattr(FlashInferOps, "_measure", lambda self, *_: given.pop(0))
     return given
@@ -251,21 +251,21 @@ def test_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: None)
     assert ops.probe(RUNTIME) == "flashinfer is not installed"
     monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(flashinfer, "_built_libraries", lambda: iter(()))
+    monkeypatch.setattr(flashinfer, "built_libraries", lambda modules: iter(()))
     assert "stoker warm" in ops.probe(RUNTIME)
-    monkeypatch.setattr(flashinfer, "_built_libraries", lambda: iter(["x"]))
+    monkeypatch.setattr(flashinfer, "built_libraries", lambda modules: iter(["x"]))
     assert ops.probe(RUNTIME) is None
 
 
 def test_built_modules_are_found_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda name: "1.0")
-    assert not list(flashinfer._built_libraries())
+    assert not list(flashinfer.built_libraries(flashinfer.MODULES))
     for version in ("0.9", "1.0"):
         folder = tmp_path / ".cache/flashinfer" / version / "90a/cached_ops/batch_decode_x"
         folder.mkdir(parents=True)
         (folder / "batch_decode_x.so").touch()
-    assert [path.parts[-5] for path in flashinfer._built_libraries()] == ["1.0"]
+    assert [path.parts[-5] for path in flashinfer.built_libraries(flashinfer.MODULES)] == ["1.0"]
 
 
 def test_the_registry_passes_over_what_does_not_serve_the_model(package, measured, monkeypatch):

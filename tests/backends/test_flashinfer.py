@@ -9,6 +9,7 @@ from cases import attention_cases, build_attention
 
 from stoker.backends.api import AttentionSpec
 from stoker.backends.cuda import flashinfer as ours
+from stoker.backends.cuda import flashinfer_mla
 
 package = pytest.importorskip("flashinfer", reason="flashinfer is not installed: calls unchecked")
 jit = pytest.importorskip("flashinfer.jit")
@@ -96,3 +97,38 @@ def test_modules(monkeypatch):
     for name in ("name", "is_compiled"):
         assert name in jit.JitSpec.__annotations__ or hasattr(jit.JitSpec, name)
     inspect.signature(jit.build_jit_specs).bind([])
+
+
+def test_latent_attention(monkeypatch):
+    version = tuple(map(int, package.__version__.split(".")[:2]))
+    if version >= flashinfer_mla.TOO_NEW:
+        pytest.skip("this version is not used")
+    mla = pytest.importorskip("flashinfer.mla")
+    wrapper, recorder = mla.BatchMLAPagedAttentionWrapper, Recorder()
+    kind = flashinfer_mla.LatentKind(16, 0.1, torch.bfloat16)
+    lens = np.array([5, 64, 65], np.int32)
+    indices = torch.zeros(4, dtype=torch.int32)
+    flashinfer_mla.plan(recorder, kind, ours.Pages.of(lens, 64), lens, indices, 64)
+    args, kwargs = recorder.calls["plan"]
+    bound = binds(planned(wrapper), (args, kwargs)).arguments
+    assert bound["kv_len_arr"].tolist() == lens.tolist() and bound["kv_indices"] is indices
+    with pytest.raises(TypeError):
+        binds(planned(wrapper), (args, kwargs | {"scale": 1.0}))
+    x = torch.zeros(1)
+    binds(wrapper.run, ((x, x, x, x), {"out": x}))
+    made = []
+    monkeypatch.setattr(
+        mla, "BatchMLAPagedAttentionWrapper", lambda *args, **kwargs: made.append((args, kwargs))
+    )
+    flashinfer_mla._wrapper("fa3", x)
+    buffers = {name: x for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")}
+    flashinfer_mla._wrapper("fa2", x, use_cuda_graph=True, **buffers)
+    for call in made:
+        binds(wrapper.__init__, call)
+    source = inspect.getsource(wrapper)
+    for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+        assert f"self.{name}," in source  # what `Space.give` sets is what plan reads
+    real = jit.gen_batch_mla_module
+    monkeypatch.setattr(jit, "gen_batch_mla_module", recorder.module)
+    flashinfer_mla.module(torch.bfloat16, "fa3")
+    binds(real, recorder.calls["module"], own=())
