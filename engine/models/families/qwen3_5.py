@@ -20,7 +20,7 @@ FAMILY = Family(
     ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     None,
     refine,
-    "gated delta nets, gated attention in every fourth layer",
+    "gated delta nets, gated attention in every fourth layer; images are not read",
     {**DEFAULTS, "num_key_value_heads": 4},
     ignored=IGNORED,
     renamed=RENAMED,

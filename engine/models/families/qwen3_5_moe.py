@@ -20,7 +20,8 @@ FAMILY = Family(
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     None,
     refine,
-    "gated delta nets, gated attention in every fourth layer, experts beside a gated shared one",
+    "gated delta nets, gated attention in every fourth layer, experts beside a gated shared one; "
+    "images are not read",
     {**DEFAULTS, **MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
     | {"intermediate_size": 1},  # of MLPs, which there are not
     ignored=IGNORED,
