@@ -33,6 +33,10 @@ MOE = QWEN3 | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4
 PIXTRAL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 PIXTRAL |= dict(head_dim=8, image_size=8, patch_size=4, model_type="pixtral")
 MISTRAL3 = dict(image_token_index=290, tie_word_embeddings=False)
+DEEPSEEK = dict(model_type="deepseek_v3", num_key_value_heads=4, first_k_dense_replace=1)
+DEEPSEEK |= dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, v_head_dim=12, n_group=2)
+DEEPSEEK |= dict(qk_rope_head_dim=8, n_routed_experts=8, moe_intermediate_size=48, topk_group=1)
+DEEPSEEK |= dict(num_experts_per_tok=2)
 MODELS = {  # class, fields of the outer config, of the language model's, of the vision tower's
     "qwen2 vl": ("Qwen2VL", QWEN, dict(rope_parameters=mrope(2, 3, 3)), QWEN2_VISION),
     "qwen2.5 vl, tied": (
@@ -44,6 +48,14 @@ MODELS = {  # class, fields of the outer config, of the language model's, of the
     ),
     "qwen3 vl": ("Qwen3VL", QWEN, QWEN3, QWEN3_VISION),
     "qwen3 vl moe": ("Qwen3VLMoe", QWEN, MOE, QWEN3_VISION),
+    "kimi k2.5": (
+        "Kimi_K25",
+        dict(tie_word_embeddings=False, image_token_id=290, video_token_id=291)
+        | dict(projection_hidden_size=16),
+        DEEPSEEK,
+        dict(num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=16)
+        | dict(patch_size=4, pos_emb_height=4, pos_emb_width=4),
+    ),
     "mistral small 3.1": (
         "Mistral3",
         MISTRAL3,
@@ -77,13 +89,20 @@ def make(name, outer, text, vision):
 def test_text_alone(case, layout, tmp_path, loop, float32_model):
     hf = make(*MODELS[case])
     hf.save_pretrained(tmp_path)
-    if layout == "other":  # transformers' own names; experts as the published ones
-        tensors = {
-            name: (tensor.transpose(1, 2) if "experts" in name else tensor).contiguous()
-            for name, tensor in hf.state_dict().items()
-            if name != "lm_head.weight" or not hf.config.tie_word_embeddings
-        }
+    if layout == "other" or case == "kimi k2.5":
+        tensors = {}
+        for name, tensor in hf.state_dict().items():
+            if layout == "saved":  # as published; transformers saves other names
+                name = name.replace("model.language_model.", "language_model.model.")
+                name = name.replace("lm_head.", "language_model.lm_head.")
+            elif case == "qwen3 vl moe" and "experts" in name:
+                tensor = tensor.transpose(1, 2)  # as in the published ones
+            if name != "lm_head.weight" or not hf.config.tie_word_embeddings:
+                tensors[name] = tensor.contiguous()
         save_file(tensors, tmp_path / "model.safetensors")
+    if case == "kimi k2.5":
+        path = tmp_path / "config.json"
+        path.write_text(path.read_text().replace("Kimi_K25For", "KimiK25For"))
     files = model_files.resolve(str(tmp_path))
     model = float32_model(files.config)
     model.load(weights.from_safetensors(list(files.weights), files.config))

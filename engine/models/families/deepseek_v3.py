@@ -1,4 +1,4 @@
-"""DeepSeek V3, V3.1 and R1, Kimi K2, Moonlight: V2 with sigmoid scores and a bias for the choice.
+"""DeepSeek V3, V3.1, R1, Kimi K2 and K2.5: V2 with sigmoid scores and a bias for the choice.
 
 Runs on: any (pure).
 """
@@ -46,12 +46,15 @@ def further_layers(
 
 FAMILY = Family(
     "deepseek_v3",
-    ("DeepseekV3ForCausalLM",),
+    ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
     None,
     refine,
-    "latent attention, experts beside shared ones, chosen in groups by sigmoids and a bias",
+    "latent attention, experts beside shared ones, in groups, by sigmoids and a bias",
     {"q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8}
     | {"topk_group": 4, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}
     | {"moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
     | {"max_position_embeddings": 4096},
-)
+    ignored=("vision_tower.", "model.vision_tower.", "mm_projector.", "model.mm_projector."),
+    renamed={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+             "model.language_model.": "model."},
+)  # fmt: skip
