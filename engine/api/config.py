@@ -98,7 +98,7 @@ class EngineConfig(BaseModel):
         le=0.98,
     )
     window_kv_ratio: float = option(
-        0.4,
+        0.3,
         "where some layers see a window of the context only: tokens that they have room for, as a "
         "share of those of the others; 1 gives all layers the same",
         "memory",

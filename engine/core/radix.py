@@ -10,7 +10,7 @@ Runs on: any (pure).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +77,12 @@ class Node:
 
     def __repr__(self) -> str:
         return f"node {self.tokens[:8].tolist()} of {len(self.tokens)} tokens"
+
+
+def unpinned_first(nodes: Collection[Node]) -> Iterator[Node]:
+    """Nodes in their order, but the pinned ones last."""
+    yield from (node for node in nodes if not node.pin)
+    yield from (node for node in nodes if node.pin)
 
 
 class Resume(Protocol):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .plan import StepPlan
-from .radix import Node
+from .radix import Node, unpinned_first
 from .request import Request
 from .slots import NEVER, Slots
 
@@ -201,8 +201,9 @@ class Snapshots:
             return self._free.pop()
         if not (may_take and self._nodes):
             return None
-        row, node = self._nodes.popitem(last=False)
-        node.resume = None
+        node = next(unpinned_first(self._nodes.values()))
+        row, node.resume = node.resume, None
+        del self._nodes[row]
         return row
 
     def _drop_passing(self, request: Request) -> bool:

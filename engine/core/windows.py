@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from .pages import PagePool
-from .radix import Node
+from .radix import Node, unpinned_first
 from .request import Request
 from .slots import Slots
 
@@ -282,7 +282,7 @@ class Windows:
         """Have the tree let idle pages go, the least recently used nodes' first."""
         wanted = self.pool.num_free + num_pages
         seen: list[Node] = []
-        for node in self._nodes:
+        for node in unpinned_first(self._nodes):
             if self.pool.num_free >= wanted:
                 break
             is_idle = (node.resume > 0) & (self._num_owners[node.resume] == 1)

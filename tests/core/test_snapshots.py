@@ -97,6 +97,14 @@ def test_the_least_recently_used_snapshot_goes(engine_of):
     assert [serve(engine, prompts[i], max_tokens=1) for i in (0, 3, 1)] == [36, 36, 0]
 
 
+def test_pinned_prefixes_keep_their_snapshots(engine_of):
+    engine = engine_of(num_snapshots=2, save_every=32)
+    serve(engine, PROMPT, max_tokens=1, pin=1)
+    for i in range(3):
+        serve(engine, [i] * 40, max_tokens=1)
+    assert serve(engine, PROMPT, max_tokens=1) == 36
+
+
 def test_a_snapshot_goes_with_its_pages(engine_of):
     engine = engine_of(num_pages=21)
     serve(engine, PROMPT, max_tokens=1)

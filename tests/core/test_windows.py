@@ -10,6 +10,7 @@ import pytest
 
 from stoker.engine.api.messages import Abort
 from stoker.engine.core import arriving
+from stoker.engine.core.configure import split_pool
 from stoker.engine.core.windows import Windows, pages_of_window
 
 PROMPT = [3 + i % 41 for i in range(40)]
@@ -89,6 +90,44 @@ def test_window_pages_go_before_the_others_and_come_back(engine_of):
     tree = engine.scheduler.tree
     assert tree.num_evicted == 0 and tree.find(engine.adds[1].prompt, ("ns0",))[1] == 0
     assert [serve(engine, PROMPT, max_tokens=1) for _ in range(2)] == [0, 36]
+
+
+def test_pinned_prefixes_keep_their_window_pages(engine_of):
+    engine = engine_of(num_window_pages=14)
+    serve(engine, PROMPT, max_tokens=1, pin=1)
+    for i in range(4):
+        serve(engine, [i] * 40, max_tokens=4)
+    assert serve(engine, PROMPT, max_tokens=1) == 36
+
+
+@pytest.mark.parametrize(("length", "at_least"), [(64, 0.9), (256, 2.2), (1024, 2.0)])
+def test_more_requests_run_in_the_memory_of_one_pool(core, length, at_least):
+    """As Gemma 3's: of six layers one sees all; contexts of 2, 8 and 32 windows."""
+    window, page_size, layer_tokens = 32, 4, 6 * 2048
+    tokens, windowed = split_pool(layer_tokens, 1, 5, 0.3, 10**6, 10**6)
+    most = []
+    for num_tokens, options in (
+        (layer_tokens // 6, {}),
+        (tokens, {"window": window, "num_window_pages": 1 + windowed // page_size}),
+    ):
+        engine = core.Engine(
+            overlap=True,
+            check=False,
+            page_size=page_size,
+            num_pages=1 + num_tokens // page_size,
+            max_running=64,
+            max_step_tokens=512,
+            max_model_len=2048,
+            conservativeness=1.0,
+            **options,
+        )
+        for i in range(64):
+            engine.add([i] * (length - 32), max_tokens=32)
+        engine.run()
+        engine.assert_outputs()
+        most.append(max(plan.num_decode_rows for plan in engine.plans))
+    print(f"contexts of {length}: {most[0]} and {most[1]} requests at once")
+    assert most[1] >= at_least * most[0]
 
 
 def test_a_window_as_long_as_a_page_and_of_one_token(engine_of):
