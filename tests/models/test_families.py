@@ -155,7 +155,7 @@ CASES = {
         "DeepseekV2",
         MLA
         | DEEPSEEK_YARN
-        | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)
+        | dict(topk_method="group_limited_greedy", n_group=2, topk_group=1)  # that it matters
         | dict(routed_scaling_factor=1.5, attention_bias=True, mlp_bias=True),
     ),
     "deepseek v3": ("DeepseekV3", MLA | DEEPSEEK_YARN | GROUPS),
