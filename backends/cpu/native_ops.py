@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_DIM = 512
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "pack": [c_void_p, c_int64, c_int64, c_void_p],
     "linear": [c_void_p, c_int64, c_int64, *[c_void_p] * 2, c_int64, c_int64, c_void_p, c_int32],
     "gguf_linear": [

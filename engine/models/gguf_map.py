@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .registry import FAMILIES, family_of_gguf
@@ -56,6 +57,12 @@ GRANITE_KEYS = {
 FAMILY_KEYS = {
     "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
     "granite": GRANITE_KEYS,
+    "granite_moe": GRANITE_KEYS
+    | {
+        "expert_count": "num_local_experts",
+        "expert_shared_feed_forward_length": "shared_intermediate_size",
+    },
+    "gpt_oss": {"expert_count": "num_local_experts"},
     "glm4_moe": {"expert_count": "n_routed_experts"},
     "mixtral": {"expert_count": "num_local_experts"},
 }
@@ -104,6 +111,7 @@ FAMILY_TENSORS = {  # where they differ from LAYER_TENSORS
         "attn_k_norm": "self_attn.k_layernorm.norms.{i}",
     },
     "glm4_moe": {"post_attention_norm": "post_attention_layernorm"},
+    "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
 }
 EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")  # with _exps, in the order of MoEConfig.projections
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, as divisors of the frequencies
@@ -111,7 +119,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 IN_THE_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 # llama.cpp rotates neighbouring pairs in these, so that rows of q and k are stored in that order.
-PAIRED = ("llama", "mixtral", "granite", "smollm3")
+PAIRED = ("llama", "mixtral", "granite", "granite_moe", "smollm3")
 PLUS_ONE = ("gemma2", "gemma3")  # norms are stored with the 1 added
 
 
@@ -199,6 +207,11 @@ def _rope_scaling(
         scaling |= {"rope_type": kind, "factor": metadata.get(rope + "scaling.factor")}
         if original:
             scaling["original_max_position_embeddings"] = original
+        for key in ("beta_fast", "beta_slow"):
+            if f"{rope}scaling.yarn_{key}" in metadata:
+                scaling[key] = metadata[f"{rope}scaling.yarn_{key}"]
+        if architecture == "gpt-oss":
+            scaling["truncate"] = False
     elif kind != "none":
         scaling["rope_type"] = kind
     return scaling
@@ -220,8 +233,12 @@ def hf_names(name: str, config: ModelConfig) -> tuple[str, ...]:
     if part not in names:
         return ()
     ours = names[part]
-    if part == "exp_probs_b":  # a parameter, not of a module
+    if part in ("exp_probs_b", "attn_sinks"):  # parameters, not of a module
         return (f"{layer}.{ours}",)
+    if kind == "bias" and part.endswith("_exps"):
+        assert config.moe is not None
+        stacked = config.moe.stacked[part == "ffn_down_exps"]
+        return (f"{layer}.{config.moe.block}.{stacked}_bias",)
     if "{i}" not in ours:
         return (f"{layer}.{ours}.{kind}",)
     if ".experts." in ours:
@@ -229,6 +246,26 @@ def hf_names(name: str, config: ModelConfig) -> tuple[str, ...]:
     else:
         count = config.num_heads if part == "attn_q_norm" else config.num_kv_heads
     return tuple(f"{layer}.{ours}.{kind}".replace("{i}", str(i)) for i in range(count))
+
+
+def as_kept(config: ModelConfig) -> ModelConfig:
+    """The config with experts' gate, up and down apart, as all GGUF files have them."""
+    moe, apart = config.moe, ("gate_proj", "up_proj", "down_proj")
+    if moe is None or moe.projections:
+        return config
+    shared = moe.shared
+    if shared is not None:
+        shared = replace(shared, projections=apart)
+    stacked = ("experts.gate_up_proj", "experts.down_proj")
+    moe = replace(
+        moe,
+        projections=apart,
+        stacked=stacked,
+        transposed=False,
+        interleaved=False,
+        shared=shared,
+    )
+    return replace(config, moe=moe)
 
 
 def is_unread(name: str, config: ModelConfig) -> bool:

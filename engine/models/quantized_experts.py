@@ -156,8 +156,8 @@ class Stack:
         codes, block = part.codes, part.block[0]
         scales = part.codes[:, :0] if part.scales is None else part.scales  # GGUF has them in codes
         num, num_out, _ = self.shape
-        form = (part.kind, part.block, part.activations, codes.shape[1], scales.shape[1])
-        form = (*form, part.gguf_type)
+        kind = part.kind, part.gguf_type
+        form = (*kind, part.block, part.activations, codes.shape[1], scales.shape[1])
         if not self._form:
             self._form = form
             self._codes = codes.new_empty(num, num_out, codes.shape[1])

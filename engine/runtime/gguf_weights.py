@@ -38,6 +38,7 @@ READABLE = {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q5_0, GGML
 
 
 EMBEDDING = "model.embed_tokens.weight"
+HALVES = ("ffn_gate_exps.bias", "ffn_up_exps.bias")  # [num_experts, inner]; read as one tensor
 ROUTER = "ffn_gate_inp"  # what the choice of experts hangs on is float32, never packed
 
 
@@ -89,16 +90,17 @@ def from_gguf(
     Raises:
         StartError: a tensor's name or type is not known.
     """
-    names, quantization = _names(file, config), config.quantization
+    names = _names(file, config)
+    packed = config.quantization if isinstance(config.quantization, GgufConfig) else GgufConfig({})
     total, done = sum(file.tensors[name].num_bytes for name in names), 0
     num_threads = min(os.cpu_count() or 1, 8)
 
     def start(name: str) -> tuple[Tensor, list[Future[None]]]:
-        is_gguf = isinstance(quantization, GgufConfig)
-        if is_gguf and quantization.scheme(names[name][0].removesuffix(".weight")) is not None:
+        if packed.scheme(names[name][0].removesuffix(".weight")) is not None:
             return _raw(file, name), []
         return _start(file, name, dtype, pool)
 
+    halves: dict[str, dict[bool, Tensor]] = {}
     with ThreadPoolExecutor(num_threads) as pool:
         todo = iter(names)
         ahead = deque(start(name) for name in islice(todo, 2 * num_threads))
@@ -106,8 +108,14 @@ def from_gguf(
             tensor, chunks = ahead.popleft()
             for chunk in chunks:
                 chunk.result()
-            for part, one in zip(ours, tensor if len(ours) > 1 else (tensor,), strict=True):
-                yield part, gguf_map.undo(part, config)(one)
+            if name.endswith(HALVES):
+                half = halves.setdefault(ours[0], {})
+                half["gate" in name] = tensor
+                if len(half) == 2:
+                    yield ours[0], torch.cat((half[True], half[False]), dim=1)
+            else:
+                for part, one in zip(ours, tensor if len(ours) > 1 else (tensor,), strict=True):
+                    yield part, gguf_map.undo(part, config)(one)
             ahead.extend(start(later) for later in islice(todo, 1))
             done += file.tensors[name].num_bytes
             if progress is not None:
@@ -140,7 +148,7 @@ def _start(
     entry = file.tensors[name]
     if entry.type not in READABLE:
         raise StartError(f"{file.path} stores {name} as {entry.type.name}, which is not read")
-    is_exact = len(entry.shape) == 1 or "_norm" in name or ROUTER in name
+    is_exact = len(entry.shape) == 1 or ROUTER in name or "_norm" in name or name.endswith(".bias")
     tensor = torch.empty(entry.shape, dtype=torch.float32 if is_exact else dtype)
     rows = tensor.view(-1, entry.shape[-1])
     data = file.data(name).reshape(len(rows), -1)

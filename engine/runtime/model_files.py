@@ -211,7 +211,7 @@ def _gguf(path: Path, name: str) -> ModelFiles:
         name=name,
         path=path,
         weights=(path,),
-        config=parse_config(fields),
+        config=gguf_map.as_kept(parse_config(fields)),
         tokenizer=path,
         chat_template=template if isinstance(template, str) else None,
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),

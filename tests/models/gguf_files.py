@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import torch
 
-PAIRED = ("llama", "granite", "smollm3")  # q and k are stored for a rotation of pairs
+PAIRED = ("llama", "granite", "granitemoe", "smollm3")  # q and k are stored for a rotation of pairs
 KEYS = {  # metadata that is copied from the config's fields
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -25,13 +25,14 @@ KEYS = {  # metadata that is copied from the config's fields
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "routed_scaling_factor": "expert_weights_scale",
     "first_k_dense_replace": "leading_dense_block_count",
 }
-WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "cohere2")  # whose window is written
+WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "cohere2", "gpt-oss")  # whose window is written
 
 
 def write(path: Path, architecture: str, fields: dict, tensors: dict) -> Path:
@@ -137,6 +138,21 @@ def _tensors(hf: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]:
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         if architecture.startswith("gemma") and part.endswith("norm"):
             tensor = tensor + 1
+        layer = "blk." + [*name.split("."), ""][2]
+        if architecture == "gpt-oss" and ".experts." in name:
+            tensors |= _gpt_oss_experts(layer, name, tensor)
+            continue
+        if name.endswith("input_linear.weight"):
+            gate, up = np.split(tensor, 2)
+            tensors |= {f"{layer}.ffn_gate_shexp.weight": gate, f"{layer}.ffn_up_shexp.weight": up}
+            continue
+        if name.endswith("output_linear.weight"):
+            name = f"{layer}.ffn_down_shexp.weight"
+        elif name.endswith("block_sparse_moe.router.weight"):
+            name = f"{layer}.ffn_gate_inp.weight"
+        elif name.endswith(".sinks"):
+            name += ".weight"
+        name = name.replace("block_sparse_moe", "mlp")
         if name.endswith("experts.gate_up_proj"):
             gate, up = np.split(tensor, 2, axis=1)
             tensors[name.replace("gate_up_proj", "gate_proj.weight")] = gate
@@ -157,3 +173,16 @@ def _tensors(hf: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]:
         for kind in ("long", "short"):
             tensors[f"rope_factors_{kind}.weight"] = np.array(rope[f"{kind}_factor"], np.float32)
     return tensors
+
+
+def _gpt_oss_experts(layer: str, name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """[num_experts, in, out], gate and up in turns, and their biases."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    if kind == "weight":
+        tensor = tensor.swapaxes(1, 2)
+    if "down_proj" in name:
+        return {f"{layer}.ffn_down_exps.{kind}": tensor}
+    return {
+        f"{layer}.ffn_gate_exps.{kind}": tensor[:, 0::2],
+        f"{layer}.ffn_up_exps.{kind}": tensor[:, 1::2],
+    }

@@ -1,12 +1,14 @@
 """GGUF files of every family that has them: the logits of transformers, float and quantized."""
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GGML
 from gguf_files import convert, write
 
 from stoker.backends import registry
+from stoker.engine.api.errors import StartError
 from stoker.engine.models.quantization.gguf import GgufConfig
 from stoker.engine.models.registry import FAMILIES, build
 from stoker.engine.runtime import gguf_weights, model_files
@@ -25,6 +27,12 @@ GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_mult
 GRANITE |= dict(logits_scaling=1.5, rms_norm_eps=0.1)
 MOE = dict(num_experts_per_tok=2)
 QWEN2_MOE = MOE | dict(num_experts=8, moe_intermediate_size=64, shared_expert_intermediate_size=32)
+GRANITE_MOE = MOE | GRANITE | dict(num_local_experts=6)
+GPT_OSS = MOE | dict(head_dim=32, num_local_experts=6, sliding_window=8)
+GPT_OSS |= {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    | {"truncate": False, "original_max_position_embeddings": 32}
+}
 GLM_MOE = MOE | dict(n_routed_experts=8, moe_intermediate_size=64, first_k_dense_replace=1)
 GLM_MOE |= dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=False)
 
@@ -97,6 +105,13 @@ CASES = {  # transformers' family, llama.cpp's architecture, fields of a small c
         MOE | dict(head_dim=32, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True),
     ),
     "olmoe": ("Olmoe", "olmoe", MOE | dict(num_experts=6)),
+    "granite moe": ("GraniteMoe", "granitemoe", GRANITE_MOE),
+    "granite moe, shared": (
+        "GraniteMoeShared",
+        "granitemoe",
+        GRANITE_MOE | dict(shared_intermediate_size=32),
+    ),
+    "gpt oss": ("GptOss", "gpt-oss", GPT_OSS),
     "glm4 moe": ("Glm4Moe", "glm4moe", GLM_MOE | dict(attention_bias=True)),
     "glm4 moe, norms of q and k": (
         "Glm4Moe",
@@ -137,8 +152,8 @@ def quantized(tensors: dict) -> dict:
     result = {}
     for name, tensor in tensors.items():
         part = name.split(".")[-2].removesuffix("_exps").removesuffix("_shexp")
-        is_matrix = tensor.ndim > 1 and "norm" not in name and "gate_inp" not in name
-        if is_matrix and tensor.shape[-1] % 32 == 0:
+        is_float = "norm" in name or "gate_inp" in name or name.endswith(".bias")
+        if tensor.ndim > 1 and not is_float and tensor.shape[-1] % 32 == 0:
             kind = kinds.get(part, GGML.Q4_1)
             tensor = gguf.quants.quantize(tensor, kind), kind
         result[name] = tensor
@@ -173,3 +188,34 @@ def test_packed(case, tmp_path, make_hf_model, loop, float32_model):
     errors = (got - want).norm(dim=1) / want.norm(dim=1)
     assert 1e-3 < errors.median() < 0.08
     assert got.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "part, shape, message",
+    [
+        ("blk.1.ffn_up", (97, 64), r"model\.layers\.1\.mlp\.up_proj\.weight has the shape"),
+        ("blk.0.attn_k", (32, 96), r"model\.layers\.0\.self_attn\.k_proj\.weight has the shape"),
+        ("token_embd", (300, 32), r"model\.embed_tokens\.weight has the shape"),
+    ],
+)
+def test_misshapen_packed_tensors_are_named(part, shape, message, tmp_path, make_hf_model):
+    ops = registry.select("cpu").ops
+    if not ops.gguf_types:
+        pytest.skip("no provider multiplies packed GGUF weights here")
+    metadata, tensors = convert(make_hf_model("Qwen2", {}), "qwen2")
+    tensors[f"{part}.weight"] = np.ones(shape, np.float32)
+    path = write(tmp_path / "a.gguf", "qwen2", metadata, quantized(tensors))
+    files = model_files.resolve(str(path))
+    config = gguf_weights.keep_packed(files.gguf, files.config, ops)
+    with pytest.raises(StartError, match=message):
+        model = build(config, ops, torch.device("cpu"), torch.float32)
+        model.load(gguf_weights.from_gguf(files.gguf, config, torch.float32))
+
+
+def test_experts_of_a_wrong_number_are_named(tmp_path, make_hf_model):
+    family, architecture, fields = CASES["olmoe"]
+    metadata, tensors = convert(make_hf_model(family, fields), architecture)
+    tensors["blk.2.ffn_down_exps.weight"] = tensors["blk.2.ffn_down_exps.weight"][:5]
+    files = model_files.resolve(str(write(tmp_path / "a.gguf", architecture, metadata, tensors)))
+    with pytest.raises(StartError, match=r"blk\.2\.ffn_down_exps\.weight is of 5 parts, not 6"):
+        next(gguf_weights.from_gguf(files.gguf, files.config, torch.float32))

@@ -42,7 +42,7 @@ YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
 FAMILY = Family(
     "gpt_oss",
     ("GptOssForCausalLM",),
-    None,
+    "gpt-oss",
     refine,
     "sinks, a window on every other layer, clamped SwiGLU, biases everywhere",
     {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}

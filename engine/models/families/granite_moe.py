@@ -33,7 +33,7 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 FAMILY = Family(
     "granite_moe",
     ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
-    None,
+    "granitemoe",
     refine,
     "Granite's multipliers, experts in all layers, a shared one where asked for",
 )
