@@ -40,6 +40,7 @@ ARCHS = ("gfx942", "gfx950")  # that its assembly and CK kernels are for
 MIN_INNER = 128  # the experts' inner dimension is a multiple of it
 MLA_HEADS, MLA_RANK, MLA_ROPE = (16, 128), 512, 64  # that its assembly kernels are for
 MAX_TOKEN_LIST = 1 << 24  # entries: 64 MiB; a captured step's is as long as contexts may become
+MAX_HEAD_DIM = 128  # compiled for gfx942 with 256, its kernel spills 290 registers, ours none
 PAGE = 16  # a page is a tile of its matrix instructions, or several
 PARTITION = 256  # tokens that a work item of paged_attention_v1 reads
 TABLES = "rocm.tables"  # in BatchMeta.plans
@@ -107,8 +108,12 @@ class AiterOps(AiterQuantizedOps, AiterProvider):
         return [partial(_run_all, op_steps(self, tuple(specs), dtype, page_size, device))]
 
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
-        """unified_attention: decode, extend and mixtures; trees, float32 and odd pages are ours."""
-        if meta.tree_mask is not None or q.dtype not in HALVES or meta.page_size % PAGE:
+        """unified_attention: decode, extend and mixtures.
+
+        Trees, float32, pages of other sizes and wide heads are ours.
+        """
+        is_served = meta.tree_mask is None and q.dtype in HALVES
+        if not is_served or meta.page_size % PAGE or spec.head_dim > MAX_HEAD_DIM:
             return self._ours.attend(q, meta, cache, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         is_fp8 = cache.k.dtype != q.dtype

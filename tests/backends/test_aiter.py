@@ -73,7 +73,7 @@ def test_every_name_of_the_package_is_in_the_checked_table():
 SELECTED = (
     "test_op and ((rms_norm and float16 and not mla) or (_and_mul and bfloat16) or route"
     " or (write_qkv and norms-bfloat16) or experts-aligned"
-    " or (attend and bfloat16 and not mla and (decode-page16 or mixed-page16 or heads7 or dim256"
+    " or (attend and bfloat16 and not mla and (decode-page16 or mixed-page16 or heads7 or dim80"
     " or everything-page16 or page64 or tree))) or not test_op"
 )
 
