@@ -240,6 +240,26 @@ def bench(tune: bool) -> None:
         up = torch.randn(heads * (NOPE + VALUE), RANK, device=DEVICE, dtype=DTYPE)
         us = graph_us(lambda _: F.linear(keys[:, :RANK], up), 1)
         add(f"up-projection {heads} heads 8192", us, 2 * 8192 * up.numel() / us / 1e6, "TFLOP/s")
+    for heads, num_tokens in (
+        (16, 1),
+        (16, 256),
+        (128, 1),
+        (128, 256),
+    ):  # beside absorbed attention
+        up = torch.randn(16, heads, NOPE + VALUE, RANK, device=DEVICE, dtype=DTYPE)
+        q = torch.randn(num_tokens, heads, NOPE + ROPE, device=DEVICE, dtype=DTYPE)
+        x = torch.randn(num_tokens, heads, RANK, device=DEVICE, dtype=DTYPE)
+        out = torch.empty(num_tokens, heads, VALUE, device=DEVICE, dtype=DTYPE)
+
+        def project(layer: int) -> None:
+            torch.bmm(q[..., :NOPE].transpose(0, 1), up[layer, :, :NOPE])
+            torch.bmm(
+                x.transpose(0, 1), up[layer, :, NOPE:].transpose(1, 2), out=out.transpose(0, 1)
+            )
+
+        us = graph_us(project, len(up))
+        num_bytes = up[0].numel() * 2
+        add(f"queries in, values out, {heads} heads {num_tokens}", us, num_bytes / us / 1e6, "TB/s")
     for num_tokens in (1, 256, 8192):
         q, q_rope, meta, caches, spec = inputs([(num_tokens, num_tokens)], 16, 2)
         latent = torch.randn(num_tokens, RANK + ROPE, device=DEVICE, dtype=DTYPE)
