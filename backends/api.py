@@ -88,8 +88,8 @@ class BatchMeta:
         shared: pages that several decode rows begin with. A kernel may read such a prefix once
             for all of them; ignoring it is correct too.
         windowed: the same batch for layers with a window, where they have a page pool of their own:
-            its block_table and out_slots are that pool's. Pages that no new token sees any more
-            are stale or 0 in its table.
+            its block_table and out_slots are that pool's. Where no new token sees a page any more,
+            the table holds page 0, which is nobody's.
         plans: what a provider derives from this description, keyed by the provider's name (and
             more, where it likes), so that every layer uses it again.
     """

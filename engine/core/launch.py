@@ -166,7 +166,8 @@ def _admissions(
         )
         for request in admitted
     ]
-    return told | slots.dirty.keys(), admissions
+    told |= slots.dirty.keys()
+    return told.union(*(which.tolist() for which, _ in slots.gone)), admissions
 
 
 def _table_entries(slots: Slots, new_pages: NewPages) -> NewPages:
@@ -174,8 +175,14 @@ def _table_entries(slots: Slots, new_pages: NewPages) -> NewPages:
     entries: list[NewPages] = [new_pages]
     for slot, first in slots.dirty.items():
         indices = np.arange(first, slots.num_pages(slot), dtype=np.int32)
-        tables = (slots.table, slots.window_table)[: len(new_pages) - 2]
-        pages = (table[slot, indices] for table in tables)
-        entries.append((np.full_like(indices, slot), indices, *pages))
+        entries.append(_entries(slots, np.full_like(indices, slot), indices, len(new_pages)))
     slots.dirty.clear()
-    return tuple(np.concatenate(part) for part in zip(*entries, strict=True))
+    entries += [_entries(slots, *gone, len(new_pages)) for gone in slots.gone]
+    slots.gone.clear()
+    return tuple(np.concatenate(part, dtype=np.int32) for part in zip(*entries, strict=True))
+
+
+def _entries(slots: Slots, which: np.ndarray, indices: np.ndarray, num_parts: int) -> NewPages:
+    """What some places of the block tables hold now."""
+    tables = (slots.table, slots.window_table)[: num_parts - 2]
+    return which, indices, *(table[which, indices] for table in tables)

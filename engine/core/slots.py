@@ -31,6 +31,8 @@ class Slots:
             is gone, or there are no such layers. first_window_page: where the others begin.
         save_at: the length from which on its recurrent state is to be saved (snapshots.py).
         dirty: slot to the first table index that the device must learn.
+        gone: (slots, table indices) of window pages that went, which the device must learn, too:
+            what it reads there in passing must not be somebody else's.
         untold: slots of which the runner must learn all again.
     """
 
@@ -56,6 +58,7 @@ class Slots:
         self.num_constrained = 0
         self.save_at = np.full(n, NEVER, np.int32)
         self.dirty: dict[int, int] = {}
+        self.gone: list[tuple[np.ndarray, np.ndarray]] = []
         self.untold: set[int] = set()
         self._owners: list[Request | None] = [None] * n
         self._num_admissions = 0

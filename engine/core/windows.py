@@ -160,6 +160,7 @@ class Windows:
         indices = np.arange(ends[-1]) + np.repeat(firsts[due] - ends, counts)
         pages = slots.window_table[which, indices]
         slots.window_table[which, indices] = 0
+        slots.gone.append((which, indices))
         slots.first_window_page[rows] = firsts[due]
         if self._num_stopping:
             pages = self._keep(which, indices, pages)

@@ -260,7 +260,7 @@ class Engine:
         if plan is not None:
             assert plan.num_tokens <= self.max_step_tokens
             self.plans.append(plan)
-            self.results.append(self.device.launch(plan))
+            self.results.append(self.launch(plan))
         else:
             waits = len(self.scheduler.slots.order) or self.scheduler.waiting
             assert self.results or not waits, "nothing planned, nothing in flight, work left"
@@ -269,6 +269,15 @@ class Engine:
             self.take(self.scheduler.commit(self.results.popleft(), self.now))
             self._check()
         self.take(self.scheduler.drain_facts())
+
+    def launch(self, plan) -> StepResult:
+        result = self.device.launch(plan)
+        slots = self.scheduler.slots
+        for slot in plan.slots.tolist():
+            n = slots.num_pages(slot)
+            assert np.array_equal(self.device.table[slot, :n], slots.table[slot, :n])
+            assert np.array_equal(self.device.window_table[slot, :n], slots.window_table[slot, :n])
+        return result
 
     def _check(self) -> None:
         if self.check:

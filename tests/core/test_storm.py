@@ -62,7 +62,7 @@ class Storm:
                 plan = None
             else:
                 self.plans.append(plan)
-                self.results.append(self.device.launch(plan))
+                self.results.append(self.launch(plan))
         if self.results and (plan is None or not self.overlap or len(self.results) > 1):
             self.take(self.scheduler.commit(self.results.popleft(), self.now))
             self.num_events += 1
