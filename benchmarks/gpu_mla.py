@@ -245,7 +245,7 @@ def bench(tune: bool) -> None:
         (16, 256),
         (128, 1),
         (128, 256),
-    ):  # beside absorbed attention
+    ):
         up = torch.randn(16, heads, NOPE + VALUE, RANK, device=DEVICE, dtype=DTYPE)
         q = torch.randn(num_tokens, heads, NOPE + ROPE, device=DEVICE, dtype=DTYPE)
         x = torch.randn(num_tokens, heads, RANK, device=DEVICE, dtype=DTYPE)

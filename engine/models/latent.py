@@ -258,7 +258,7 @@ def dense_parts(meta: BatchMeta, first: int, max_keys: int) -> Iterator[DensePar
         described[1, 1 : num_rows + 1] = counts.cumsum()
         described[2, :num_rows] = meta.kv_lens_cpu[first + low : first + high] - q_lens - key_begins
         described[3, :num_rows] = key_begins
-        table = torch.from_numpy(described).to(device)
+        table = torch.from_numpy(described).to(device, non_blocking=True)  # waits for no step
         qo_indptr, kv_indptr = table[:2, : num_rows + 1].unbind()
         offsets, begins = table[2:, :num_rows].unbind()
         row = torch.repeat_interleave(kv_indptr.diff(), output_size=end - begin)
