@@ -129,3 +129,37 @@ def test_more_groups_than_tiles(graphs):
     _, rows = run(graphs, decode_plan(16, pairs))
     assert {row[4] for row in rows} == {5}  # one for 16 rows, and the spare ones
     assert [row[2] for row in rows] == [16] * 10 + [0] * 6
+
+
+def windowed(step):
+    """Per token: its KV slot in either pool; and the rows of either table, once updated."""
+    own, view = step.meta, step.meta.windowed
+    assert view.max_kv_len == own.max_kv_len and view.shared is own.shared
+    assert view.plans is not own.plans and not view.plans
+    view.plans["derived"] = True  # must be derived in each capture
+    return torch.stack([own.out_slots, view.out_slots], 1)
+
+
+def test_a_replay_sees_the_window_pages_of_its_own_plan():
+    runtime = registry.select("cpu").runtime
+    inputs = Inputs(
+        runtime, num_slots=32, max_pages=8, page_size=PAGE, max_step_tokens=64, num_window_pages=50
+    )
+    table = SlotTable(32, 100)
+    steps = StepGraphs(RecordingRuntime(), inputs, table, windowed, MAX_ROWS, 64)
+    plan = plan_of([1, 1, 6], [5, 8, 6])
+    plan.page_slots = np.array([1, 1, 2, 2, 3, 3], np.int32)
+    plan.page_indices = np.array([0, 1, 0, 1, 0, 1], np.int32)
+    plan.page_ids = np.array([9, 8, 7, 6, 5, 4], np.int32)
+    plan.window_page_ids = np.array([0, 40, 41, 42, 43, 44], np.int32)
+    shape = steps.shape_for(plan)
+    inputs.restage(plan, table, shape)
+    steps.replay(shape)
+    slots = steps.replay(shape).tolist()
+    expected = [[8 * 4, 40 * 4], [6 * 4 + 3, 42 * 4 + 3]]
+    expected += [[page * 4 + i, page_w * 4 + i] for page, page_w in ((5, 43),) for i in range(4)]
+    expected += [[4 * 4, 44 * 4], [4 * 4 + 1, 44 * 4 + 1]]
+    assert slots[: len(expected)] == expected
+    assert all(slot == [-1, -1] for slot in slots[len(expected) :])
+    assert inputs.block_tables[0][1:4, :2].tolist() == [[9, 8], [7, 6], [5, 4]]
+    assert inputs.block_tables[1][1:4, :2].tolist() == [[0, 40], [41, 42], [43, 44]]
