@@ -104,8 +104,8 @@ def by_row(
         own = Projected(*(part[begin:end] for part in projected))
         inputs = torch.cat((conv.T.to(own.qkv.dtype), own.qkv))
         conv.copy_(inputs[-(width - 1) :].T)
-        convolved = F.silu(sum(inputs[i : i + q_len] * weight[:, i] for i in range(width)))
-        given = (*heads(convolved, spec), own.beta, own.log_decay)
+        convolved = F.conv1d(inputs.T[None], weight[:, None], groups=len(weight))[0].T
+        given = (*heads(F.silu(convolved), spec), own.beta, own.log_decay)
         y, after = scan(*given, recurrent.to(own.qkv.dtype))
         recurrent.copy_(after)
         out[begin:end] = gated_norm(y, own.z, spec).to(out.dtype)
