@@ -161,6 +161,7 @@ def _decode(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """One work item of one KV head: [GROUP, HEAD_DIM] queries against a chunk of the context."""
     kv_head = tl.program_id(0)
@@ -204,6 +205,7 @@ def _decode(
         0, 0, start, end, h, h, scale, softcap, stride_kp, stride_kt, stride_vp, stride_vt,
         HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, POINTERS,
         BOUNDED=True, CAUSAL=False, WINDOW=0, HAS_TREE=False, HAS_SOFTCAP=HAS_SOFTCAP,
+        ALIGNED=ALIGNED,
     )  # fmt: skip
 
     row_head = row * NUM_HEADS + heads
@@ -344,6 +346,7 @@ def decode_rows(
         HAS_SINKS=spec.sinks is not None,
         HAS_LSE=lse is not None,
         HAS_SHARED=shared is not None,
+        ALIGNED=spec.window is None and CHUNK_ALIGN % tile.keys == 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

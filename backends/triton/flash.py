@@ -98,13 +98,15 @@ def attend_range(
     WINDOW: tl.constexpr,
     HAS_TREE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr = False,
 ):
     """Fold the tokens [start, end) of a context into a running softmax.
 
-    BOUNDED: end - start need not be a multiple of BLOCK_N. Sources: for POINTERS the first
-    element of the KV head, else descriptors of blocks [BLOCK_N, HEAD_DIM], where the head begins
-    at `column` and, for DENSE, the context at row `first_key`. mask_ptr [BLOCK_M] points to the
-    tree mask's rows. What lies in unused slots (NaN included) does not matter.
+    BOUNDED: end - start need not be a multiple of BLOCK_N. ALIGNED: start is one of it. Sources:
+    for POINTERS the first element of the KV head, else descriptors of blocks [BLOCK_N, HEAD_DIM],
+    where the head begins at `column` and, for DENSE, the context at row `first_key`. mask_ptr
+    [BLOCK_M] points to the tree mask's rows. What lies in unused slots (NaN included) does not
+    matter.
     """
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
@@ -112,7 +114,8 @@ def attend_range(
     if HAS_SOFTCAP:
         factor = 1.0
     # Page ids are loaded an iteration ahead: a chain of loads would halve the pipeline's depth.
-    WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0 and not BOUNDED  # a block lies in one page
+    # WHOLE: a block lies in one page.
+    WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0 and (ALIGNED or not BOUNDED)
     if SOURCE == POINTERS and not WHOLE:
         pages = tl.load(table_ptr + (start + n) // PAGE_SIZE, mask=start + n < end, other=0)
     elif SOURCE != DENSE:
