@@ -147,7 +147,7 @@ class MixtureOfExperts:
             shared is not None
             and is_plain
             and parameters.scheme(f"{shared_name}.{shared.projections[0]}") is None
-            and len(shared.projections) == len(moe.projections)
+            and len(shared.projections) == 3
             and shared.intermediate_size % moe.intermediate_size == 0
             and moe.activation is None
             and not config.mlp_bias
