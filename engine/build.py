@@ -94,7 +94,9 @@ class Builder:
             self.files = model_files.resolve(
                 self.config.model, needs_weights=self.config.load_format != "dummy"
             )
-            has_tiers(self.config)  # what is wrong with flags and paths is said before weights load
+            # What is wrong with flags and paths is said before weights load.
+            if has_tiers(self.config) and self.files.config.delta_net is not None:
+                raise StartError("a host cache keeps pages, not this model's recurrent states")
             for flag, path in (
                 ("--tokenizer", self.config.tokenizer),
                 ("--chat-template", self.config.chat_template),
@@ -192,8 +194,6 @@ class Builder:
                 runner.calibrate(min(chunk, tokens - page_size), cost)
         tiers = None
         if has_tiers(config):
-            if model.state_spec:
-                raise StartError("a host cache keeps pages, not this model's recurrent states")
             with self._phase("cache tiers"):
                 tiers = self._tiers(backend, runner, dtype)
         scheduler = make_scheduler(

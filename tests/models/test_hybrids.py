@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stoker.engine import Engine, SamplingParams
+from stoker.engine import Engine, EngineConfig, SamplingParams, StartError
 from stoker.engine.models.registry import build, parse_config
 from stoker.engine.runtime import model_files, weights
 
@@ -108,6 +108,11 @@ def test_choices_of_one_prompt_go_on_from_one_state(hybrid):
         again = engine.generate([PROMPTS[3]], drawn)
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({tuple(c.token_ids) for c in first}) == 3
+
+
+def test_a_host_cache_is_refused(hybrid):
+    with pytest.raises(StartError, match="not this model's recurrent states"):
+        Engine(EngineConfig(model=str(hybrid[0]), backend="cpu", host_cache_gib=0.1))
 
 
 def test_a_state_is_as_large_as_the_config_says(float32_model):
