@@ -58,7 +58,11 @@ def test_products_of_1_to_40_tokens(gguf_type, dtype, num_out):
 @types
 @pytest.mark.slow
 def test_without_vnni_and_bfloat16_instructions(gguf_type, monkeypatch, request):
-    check(without_vnni(request), gguf_type, 37, 512, torch.bfloat16, (1, 5, 8))
+    older = without_vnni(request)
+    check(older, gguf_type, 37, 512, torch.bfloat16, (1, 5, 8))
+    weight, x = random_gguf(gguf_type, 37, 512), torch.randn(5, 512)
+    same = (ops.linear(x, ops.pack_quantized(weight, None)) for ops in (older, NATIVE))
+    assert torch.equal(*same)
 
 
 def without_vnni(request):
