@@ -1,10 +1,11 @@
 """Quantized linears on the CPU, by torch's packed kernels where they fit.
 
 int8 weights with inputs rounded token by token: oneDNN's int8 product, exact. int8 and uint4
-weights with inputs as they are: `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`; the
-latter reads scales and zeros in the input's type, so in bfloat16 a weight is off by up to 0.4% of
-its group's range. The rest (fp8, mxfp4, groups that those do not take) is dequantized when it is
-packed, which the log says: it multiplies as fast as floats, and takes as much memory.
+weights with inputs as they are, in bfloat16: `_weight_int8pack_mm` and
+`_weight_int4pack_mm_for_cpu`; the latter reads scales and zeros in bfloat16, so a weight is off by
+up to 0.4% of its group's range. In other types those two are ten times slower than floats. The rest
+(fp8, mxfp4, groups that those do not take, other types) is dequantized when it is packed, which the
+log says: it multiplies as fast as floats, and takes as much memory.
 
 Runs on: gpu.
 """
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_ROWS = 16  # outputs must be a multiple of
+ZERO = 128  # oneDNN is fast with unsigned inputs only: signed ones take 300 times as long
 NO_CODES = torch.empty(0)
 
 
@@ -47,11 +49,11 @@ class Int8Linear:
         x = x.float()
         scale = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).mul_(1 / 127)
         scale.masked_fill_(scale == 0, 1.0)
-        codes = (x / scale).round_().to(torch.int8)
+        codes = (x / scale).round_().add_(ZERO).to(torch.uint8)
         out = torch.ops.onednn.qlinear_pointwise.default(
             codes,
             1.0,
-            0,
+            ZERO,
             self.weight,
             self.scales,
             self.zeros,
@@ -116,6 +118,7 @@ def pack(
 ) -> Int8Linear | WeightOnlyLinear | DequantizedLinear:
     """The fastest of the three that serves the weight as it is."""
     num_out, num_in = weight.shape
+    has_kernels = weight.dtype in (None, torch.bfloat16)
     by_row = weight.block[1] >= num_in and weight.scales is not None
     if weight.kind == "int8" and by_row and weight.offsets is None and weight.order is None:
         scales = _each_row(weight)
@@ -123,7 +126,7 @@ def pack(
             reordered = torch.ops.onednn.qlinear_prepack.default(weight.codes.contiguous(), None)
             zeros = torch.zeros(num_out, dtype=torch.int64)
             return Int8Linear(reordered, scales, zeros, None if bias is None else bias.float())
-        if weight.activations is None:
+        if weight.activations is None and has_kernels:
             codes = weight.codes.contiguous()
             return WeightOnlyLinear(
                 lambda x, s: torch.ops.aten._weight_int8pack_mm.default(x, codes, s),
@@ -132,12 +135,12 @@ def pack(
                 None,
                 bias,
             )
-    if weight.kind == "uint4" and weight.block[0] == 1 and weight.block[1] in INT4_GROUPS:
-        group = weight.block[1]
-        if num_in % group == 0:
+    rows, group = weight.block
+    if weight.kind == "uint4" and rows == 1 and group in INT4_GROUPS and num_in % group == 0:
+        if has_kernels:
             return _int4(weight, bias, group)
-    _log_dequantized(weight.kind)
     dtype = weight.dtype or torch.float32
+    _log_dequantized(weight.kind, dtype)
     values = dequantize(weight).to(dtype)
     form = replace(weight, codes=NO_CODES, scales=None, offsets=None, order=None)
     return DequantizedLinear(
@@ -191,9 +194,13 @@ def _num_out(packed: Int8Linear | WeightOnlyLinear) -> int:
 
 
 @cache
-def _log_dequantized(kind: str) -> None:
+def _log_dequantized(kind: str, dtype: torch.dtype) -> None:
     """Once for each kind."""
-    logger.info("%s weights are dequantized when they are loaded: no kernel multiplies them", kind)
+    logger.info(
+        "weights of kind %s are dequantized to %s when they are loaded: no kernel multiplies them",
+        kind,
+        str(dtype).removeprefix("torch."),
+    )
 
 
 @cache
