@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+DENSE_LOGITS = 1 << 24  # of all heads, that are in memory at once
 
 
 class ReferenceOps:
@@ -180,24 +181,27 @@ class ReferenceOps:
     def mla_attend_dense(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, rows: DenseRows, spec: MLASpec
     ) -> tuple[Tensor, Tensor]:
-        """One row after the other."""
-        nope_dim = spec.nope_dim
-        out = q.new_zeros(*q.shape[:2], spec.value_dim)
+        """One row after the other, in blocks of new tokens, for memory's sake."""
+        num_heads, at = q.shape[1], torch.arange(max(len(q), len(kv)), device=q.device)
+        out = q.new_zeros(len(q), num_heads, spec.value_dim)
         lse = _up(q).new_full(q.shape[:2], -math.inf)
         bounds = zip(rows.qo_indptr.tolist(), rows.kv_indptr.tolist(), strict=True)
         for ((q0, k0), (q1, k1)), offset in zip(
             pairwise(bounds), rows.offsets.tolist(), strict=True
         ):
-            k, v = _up(kv[k0:k1]).split([nope_dim, out.shape[2]], dim=2)
-            k = torch.cat((k, _up(k_rope[k0:k1, None]).expand(-1, q.shape[1], -1)), dim=2)
-            logits = torch.einsum("qhd,khd->hqk", _up(q[q0:q1]), k) * spec.scale
-            at = torch.arange(k1 - k0, device=q.device)
-            last = offset + torch.arange(q1 - q0, device=q.device)
-            logits.masked_fill_(at > last[:, None], -math.inf)
-            total = logits.logsumexp(-1)
-            p = (logits - total.masked_fill(total == -math.inf, 0)[..., None]).exp()
-            out[q0:q1] = torch.einsum("hqk,khd->qhd", p, v)
-            lse[q0:q1] = total.t()
+            k, v = _up(kv[k0:k1]).split([spec.nope_dim, spec.value_dim], dim=2)
+            k = torch.cat((k, _up(k_rope[k0:k1, None]).expand(-1, num_heads, -1)), dim=2)
+            keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+            step = max(1, DENSE_LOGITS // (num_heads * max(1, k1 - k0)))
+            for first in range(q0, q1, step):
+                new = slice(first, min(first + step, q1))
+                seen = min(max(offset + new.stop - q0, 0), k1 - k0)
+                logits = _up(q[new]).transpose(0, 1) @ keys[..., :seen] * spec.scale
+                logits.masked_fill_(at[:seen] > at[new, None] - q0 + offset, -math.inf)
+                total = logits.logsumexp(-1)
+                p = logits.sub_(total.masked_fill(total == -math.inf, 0)[..., None]).exp_()
+                out[new] = (p @ values[:, :seen]).transpose(0, 1)
+                lse[new] = total.t()
         return out, lse.float()
 
     def delta_net(

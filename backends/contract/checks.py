@@ -549,7 +549,7 @@ def _latent_checks() -> Iterator[Check]:
         run = partial(mla_attend, dtype=dtype, case=attention, rope_dim=rope_dim)
         yield Check(("mla_attend",), f"{attention.name}-{_named(dtype)}", run)
     rows = ((5, 5, 0), (1, 40, 39), (0, 0, 0), (70, 100, 30), (3, 0, 0), (9, 30, 20), (40, 20, -15))
-    for dims, dtype in product(((128, 64, 128), (40, 12, 24)), TOLERANCE):
+    for dims, dtype in product(((128, 64, 128), (192, 64, 256), (40, 12, 24)), TOLERANCE):
         run = partial(mla_attend_dense, dtype=dtype, dims=dims, rows=rows)
         yield Check(("mla_attend_dense",), f"dim{dims[0]}-{_named(dtype)}", run)
 

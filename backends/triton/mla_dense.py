@@ -29,6 +29,7 @@ DESCRIPTOR_TILES = {
     "sm_100": Tile(128, 64, 8, 3),
     "interpreter": Tile(32, 32, 4, 1),
 }
+MAX_WIDTH = 384  # of a head's key and value; beyond it (GLM-4.7-Flash), half of such a tile
 FLOAT32_TILE = Tile(32, 32, 4, 1)  # without tensor cores
 WRITE_HEADS = 16  # of queries that a program of mla_write rotates
 
@@ -241,6 +242,9 @@ def mla_attend_dense(
             tile = FLOAT32_TILE
         else:
             tile = (DESCRIPTOR_TILES if is_described else DENSE_TILES).get(arch, FALLBACK_TILE)
+            if sum(blocks) > MAX_WIDTH:
+                half = max(16, tile.queries // 2), max(16, tile.keys // 2)
+                tile = Tile(*half, 4, min(tile.num_stages, 2))
     keys, values, shared = kv, kv, k_rope
     if is_described:
         wide = kv.view(len(kv), -1)

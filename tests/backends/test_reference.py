@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from cases import ORACLE, AttentionCase, build_attention, make_rope
 
+from stoker.backends import reference
+from stoker.backends.api import DenseRows, MLASpec
 from stoker.backends.reference import uniform
 
 U64 = 2**64 - 1
@@ -14,6 +16,21 @@ def splitmix64(x):
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64
     return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("num_logits", [1, 3 * 50 * 7])
+def test_dense_latent_attention_in_blocks_of_tokens(num_logits, monkeypatch):
+    q_lens, kv_lens = torch.tensor([0, 30, 40]), torch.tensor([0, 50, 53])
+    rows = DenseRows(q_lens.int(), kv_lens.int(), torch.tensor([20, -3], dtype=torch.int32))
+    spec = MLASpec(3, 32, 16, 24, 20, 0.2)
+    gen = torch.Generator().manual_seed(0)
+    shapes = (40, 3, 40), (53, 3, 44), (53, 16)
+    tensors = [torch.randn(shape, generator=gen, dtype=torch.float64) for shape in shapes]
+    want = ORACLE.mla_attend_dense(*tensors, rows, spec)
+    monkeypatch.setattr(reference, "DENSE_LOGITS", num_logits)
+    for got, expected in zip(ORACLE.mla_attend_dense(*tensors, rows, spec), want, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert want[1].isinf().sum() == 3 * 3  # three tokens before the first key
 
 
 def test_uniform_is_splitmix64():
