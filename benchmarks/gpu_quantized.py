@@ -52,6 +52,7 @@ SCHEMES = {
 }
 TIMED = ("fp8", "fp8 blocks", "int8", "uint4 g128", "uint4 g32", "mxfp4")
 IN_FLOAT16 = ("fp8", "int8 g32 a16", "uint4 g128", "mxfp4")
+TUNED, TUNED_SHAPES, TUNED_ROWS = ("fp8", "uint4 g128", "mxfp4"), ("gate_up", "o"), (8, 64, 256)
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 8, 64, 256, 2048)
 CHECKED_ROWS = (1, 16, 17, 64, 65, 1000)
@@ -188,7 +189,10 @@ def check_attention(checks: Checks) -> None:
 
 def time_linear(table: Table, tune: bool) -> None:
     blas = CublasOps()
-    for shape, (num_out, num_in) in SHAPES.items():
+    shapes = TUNED_SHAPES if tune else SHAPES
+    names = TUNED if tune else TIMED
+    for shape in shapes:
+        num_out, num_in = SHAPES[shape]
         size = num_out * num_in * 2
         copies = max(2, int(300e6 // size) + 1)
         packed = [
@@ -199,7 +203,7 @@ def time_linear(table: Table, tune: bool) -> None:
             ms = graph_time_ms(lambda i: blas.linear(x, packed[i]), copies)
             report(table, shape, f"{rows} rows: bf16", rows, num_out, num_in, size, ms)
         del packed
-        for name in TIMED:
+        for name in names:
             weight = make(name, num_out, num_in)
             size = num_bytes(weight)
             copies = max(2, int(200e6 // size) + 1)
@@ -209,8 +213,8 @@ def time_linear(table: Table, tune: bool) -> None:
             inputs = {rows: random(rows, num_in) for rows in ROWS}
             ways = [
                 (rows, how, tile)
-                for rows in ROWS
-                for tile in candidates(packed[0], rows, tune)
+                for rows in (TUNED_ROWS if tune else ROWS)
+                for tile in candidates(rows, tune)
                 for how in products(packed[0], inputs[rows], tile)
                 if how != "widened" or rows <= 64 or packed[0].scaled is None
             ]
@@ -238,25 +242,20 @@ def report(table, shape, title, rows, num_out, num_in, size, ms) -> None:
         table.add(shape, title, 2 * rows * num_out * num_in / ms / 1e9, "TFLOP/s", ms)
 
 
-def candidates(packed, rows: int, tune: bool) -> list[Tile | None]:
+def candidates(rows: int, tune: bool) -> list[Tile | None]:
     """The default, and others."""
     if not tune:
         return [None]
-    is_scaled = packed.scaled is not None
-    few = 16 if rows <= 16 else 64
     if rows <= 64:
-        tiles = [Tile(few, out, size, warps, stages, splits)
-                 for out, warps in ((64, 4), (128, 4), (128, 8))
-                 for size in ((128, 256) if is_scaled else (256,))
-                 for stages in (3, 5)
-                 for splits in (None, 1, 4)]  # fmt: skip
+        few = 16 if rows <= 16 else 64
+        tiles = [(few, 64, 256, 4, 3), (few, 64, 256, 4, 5), (few, 64, 256, 4, 4, 1),
+                 (few, 64, 128, 4, 6), (few, 128, 256, 4, 3), (few, 128, 256, 8, 3),
+                 (few, 128, 128, 8, 4)]  # fmt: skip
     else:
-        tiles = [Tile(r, out, size, warps, stages)
-                 for r, out, warps in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8),
-                                       (128, 256, 8), (64, 64, 4), (256, 64, 4))
-                 for size in ((128,) if is_scaled else (64, 256))
-                 for stages in (3, 4)]  # fmt: skip
-    return [None, *tiles]
+        tiles = [(64, 128, 128, 4, 4), (128, 128, 128, 4, 3), (128, 64, 128, 4, 4),
+                 (64, 64, 256, 4, 3), (256, 64, 128, 4, 3), (128, 256, 128, 8, 3),
+                 (256, 128, 128, 8, 3)]  # fmt: skip
+    return [None, *(Tile(*tile) for tile in tiles)]
 
 
 def time_attention(table: Table, tune: bool) -> None:

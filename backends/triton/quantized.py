@@ -81,7 +81,7 @@ class Rounded(NamedTuple):
 # ------------------------------------------------------------------------------------ activations
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _round_rows(
     x_ptr,
     codes_ptr,
