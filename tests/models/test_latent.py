@@ -6,7 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stoker.backends import registry
+from stoker.backends.api import BackendError
 from stoker.backends.cpu.torch_ops import TorchOps
+from stoker.engine.api.config import EngineConfig
+from stoker.engine.build import Builder
 from stoker.engine.models import latent
 from stoker.engine.models.registry import build, parse_config
 from stoker.engine.runtime import kv_buffers, model_files, weights
@@ -115,6 +119,16 @@ def test_a_token_takes_its_latents_alone():
     assert sizes == [16 * 576 * 2, 0] * 2
     assert layout.parts[2][1] - layout.parts[0][1] == sizes[0]
     assert layout.parts[0][0].data_ptr() == caches[0].k.data_ptr()
+
+
+def test_the_attention_backend_is_that_of_latent_attention(tmp_path, make_hf_model):
+    make_hf_model("DeepseekV2", MLA).save_pretrained(tmp_path)
+    builder = Builder(EngineConfig(model=str(tmp_path), backend="cpu", attention_backend="torch"))
+    builder.find_files()
+    chosen = registry.select("cpu", builder.overrides).choices
+    assert chosen["mla_attend"].provider == chosen["mla_attend_dense"].provider == "torch"
+    with pytest.raises(BackendError, match=r"mla_attend_dense of .* cannot come from aiter"):
+        registry.select("cpu", {"mla_attend": "aiter"})
 
 
 def test_a_quantized_up_projection_is_taken_apart(tmp_path, make_hf_model, loop, float32_model):
