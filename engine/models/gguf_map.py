@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .registry import FAMILIES, family_of_gguf
 
 if TYPE_CHECKING:
@@ -54,6 +56,14 @@ GRANITE_KEYS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+DEEPSEEK_KEYS = {
+    "expert_count": "n_routed_experts",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.key_length_mla": "head_dim",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
 FAMILY_KEYS = {
     "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon"},
     "granite": GRANITE_KEYS,
@@ -63,6 +73,8 @@ FAMILY_KEYS = {
         "expert_shared_feed_forward_length": "shared_intermediate_size",
     },
     "gpt_oss": {"expert_count": "num_local_experts"},
+    "deepseek_v2": DEEPSEEK_KEYS,
+    "deepseek_v3": DEEPSEEK_KEYS,
     "glm4_moe": {"expert_count": "n_routed_experts"},
     "mixtral": {"expert_count": "num_local_experts"},
 }
@@ -93,6 +105,16 @@ OLMO2_TENSORS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+DEEPSEEK_TENSORS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",
+    "attn_v_b": "self_attn.kv_b_proj",
+}
 GEMMA_TENSORS = OLMO2_TENSORS | {"ffn_norm": "pre_feedforward_layernorm"}
 FAMILY_TENSORS = {  # where they differ from LAYER_TENSORS
     "gemma2": GEMMA_TENSORS,
@@ -110,6 +132,8 @@ FAMILY_TENSORS = {  # where they differ from LAYER_TENSORS
         "attn_q_norm": "self_attn.q_layernorm.norms.{i}",
         "attn_k_norm": "self_attn.k_layernorm.norms.{i}",
     },
+    "deepseek_v2": DEEPSEEK_TENSORS,
+    "deepseek_v3": DEEPSEEK_TENSORS,
     "glm4_moe": {"post_attention_norm": "post_attention_layernorm"},
     "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
 }
@@ -118,8 +142,15 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, as divisors of the freq
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope
 IN_THE_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
+# Pairs of tensors that are one in Hugging Face's files; see `join`.
+JOINED = {
+    "ffn_gate_exps.bias": "ffn_up_exps.bias",
+    "attn_k_b.weight": "attn_v_b.weight",
+}
+
 # llama.cpp rotates neighbouring pairs in these, so that rows of q and k are stored in that order.
 PAIRED = ("llama", "mixtral", "granite", "granite_moe", "smollm3")
+SIGMOID = 2  # expert_gating_func
 PLUS_ONE = ("gemma2", "gemma3")  # norms are stored with the 1 added
 
 
@@ -154,6 +185,10 @@ def hf_fields(
     fields["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     has_qk_norm = "blk.0.attn_q_norm.weight" in tensors
     fields |= dict.fromkeys(("use_qk_norm", "qk_layernorm"), has_qk_norm)
+    if architecture == "deepseek2":
+        _latent_fields(fields)
+        if family.name == "deepseek_v2" and fields.get("n_group", 1) > 1:
+            fields["topk_method"] = "group_limited_greedy"
     if fields.get("sliding_window") == 0:  # Phi 4 has none
         fields["sliding_window"] = None
     fields["rope_scaling"] = _rope_scaling(architecture, metadata, fields, rope_factors)
@@ -167,10 +202,20 @@ def hf_fields(
     return fields
 
 
+def _latent_fields(fields: dict[str, Any]) -> None:
+    """What llama.cpp says of DeepSeek's models in other words, or leaves out where it is false."""
+    fields["qk_nope_head_dim"] = fields.get("head_dim", 0) - fields.get("qk_rope_head_dim", 0)
+    fields.setdefault("q_lora_rank", None)
+    fields.setdefault("norm_topk_prob", False)
+    fields["num_key_value_heads"] = fields.get("num_attention_heads")  # the latent's one there
+
+
 def _family(architecture: str, metadata: Mapping[str, Any]) -> Family:
     """Some families share an architecture's name."""
     if architecture == "llama" and metadata.get("llama.expert_count"):
         return FAMILIES["mixtral"]
+    if architecture == "deepseek2" and metadata.get("deepseek2.expert_gating_func") == SIGMOID:
+        return FAMILIES["deepseek_v3"]
     if architecture == "olmo2" and metadata.get("olmo2.attention.sliding_window"):
         return FAMILIES["olmo3"]
     return family_of_gguf(architecture)
@@ -187,7 +232,7 @@ def _rope_scaling(
     dimensions, head_dim = metadata.get(rope + "dimension_count"), fields.get("head_dim")
     if head_dim is None and fields.get("num_attention_heads"):
         head_dim = fields.get("hidden_size", 0) // fields["num_attention_heads"]
-    if dimensions and head_dim and dimensions != head_dim:
+    if dimensions and head_dim and dimensions != head_dim and architecture != "deepseek2":
         scaling["partial_rotary_factor"] = dimensions / head_dim
     original = metadata.get(rope + "scaling.original_context_length")
     if ROPE_FACTORS in factors:
@@ -212,6 +257,9 @@ def _rope_scaling(
                 scaling[key] = metadata[f"{rope}scaling.yarn_{key}"]
         if architecture == "gpt-oss":
             scaling["truncate"] = False
+        if f"{rope}scaling.yarn_log_multiplier" in metadata:  # of DeepSeek, whose mscales are equal
+            mscale = 10 * metadata[f"{rope}scaling.yarn_log_multiplier"]
+            scaling["mscale"] = scaling["mscale_all_dim"] = mscale
     elif kind != "none":
         scaling["rope_type"] = kind
     return scaling
@@ -290,6 +338,15 @@ def _expert_tensors(config: ModelConfig) -> dict[str, str]:
     if moe.correction_bias is not None:
         names["exp_probs_b"] = f"{moe.block}.{moe.correction_bias}"
     return names
+
+
+def join(first: Tensor, second: Tensor) -> Tensor:
+    """Both of a pair of JOINED as one: biases [num_experts, inner] of gate and up, or DeepSeek's
+    up-projections of keys [heads, rank, dim] and values [heads, dim, rank].
+    """
+    if first.dim() == 2:
+        return torch.cat((first, second), dim=1)
+    return torch.cat((first.transpose(1, 2), second), dim=1).flatten(0, 1)
 
 
 def undo(name: str, config: ModelConfig) -> Callable[[Tensor], Tensor]:

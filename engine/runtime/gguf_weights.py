@@ -38,7 +38,7 @@ READABLE = {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q5_0, GGML
 
 
 EMBEDDING = "model.embed_tokens.weight"
-HALVES = ("ffn_gate_exps.bias", "ffn_up_exps.bias")  # [num_experts, inner]; read as one tensor
+JOINED = {kind: pair for pair in gguf_map.JOINED.items() for kind in pair}
 ROUTER = "ffn_gate_inp"  # what the choice of experts hangs on is float32, never packed
 
 
@@ -57,6 +57,7 @@ def keep_packed(file: GGUFFile, config: ModelConfig, ops: Ops) -> ModelConfig:
             continue
         if (
             kind in ops.gguf_types
+            and name.removeprefix("blk.").partition(".")[2] not in JOINED
             and (ours[0] != EMBEDDING or hasattr(ops, "quantized_rows"))
             and not (is_experts and _are_mixed(file, name, ops))
         ):
@@ -100,7 +101,7 @@ def from_gguf(
             return _raw(file, name), []
         return _start(file, name, dtype, pool)
 
-    halves: dict[str, dict[bool, Tensor]] = {}
+    waiting: dict[str, Tensor] = {}  # for the other of their pair
     with ThreadPoolExecutor(num_threads) as pool:
         todo = iter(names)
         ahead = deque(start(name) for name in islice(todo, 2 * num_threads))
@@ -108,11 +109,12 @@ def from_gguf(
             tensor, chunks = ahead.popleft()
             for chunk in chunks:
                 chunk.result()
-            if name.endswith(HALVES):
-                half = halves.setdefault(ours[0], {})
-                half["gate" in name] = tensor
-                if len(half) == 2:
-                    yield ours[0], torch.cat((half[True], half[False]), dim=1)
+            layer, _, kind = name.removeprefix("blk.").partition(".")
+            if kind in JOINED:
+                waiting[name] = tensor
+                first, second = (f"blk.{layer}.{k}" for k in JOINED[kind])
+                if first in waiting and second in waiting:
+                    yield ours[0], gguf_map.join(waiting.pop(first), waiting.pop(second))
             else:
                 for part, one in zip(ours, tensor if len(ours) > 1 else (tensor,), strict=True):
                     yield part, gguf_map.undo(part, config)(one)

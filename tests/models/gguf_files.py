@@ -31,6 +31,9 @@ KEYS = {  # metadata that is copied from the config's fields
     "topk_group": "expert_group_used_count",
     "routed_scaling_factor": "expert_weights_scale",
     "first_k_dense_replace": "leading_dense_block_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
 }
 WINDOWED = ("gemma2", "gemma3", "phi3", "olmo2", "cohere2", "gpt-oss")  # whose window is written
 
@@ -94,7 +97,7 @@ def _metadata(hf_config, architecture: str) -> dict:
     count = next((config[key] for key in experts if config.get(key)), None)
     if count is not None:
         fields["expert_count"] = count
-    if architecture == "glm4moe":
+    if architecture == "glm4moe" or (architecture == "deepseek2" and config.get("norm_topk_prob")):
         fields["expert_weights_norm"] = config["norm_topk_prob"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if config.get("head_dim"):
@@ -103,6 +106,13 @@ def _metadata(hf_config, architecture: str) -> dict:
         window = config.get("sliding_window")
         if window is not None or architecture == "phi3":
             fields["attention.sliding_window"] = window or 0
+    if architecture == "deepseek2":
+        head_dim = config["qk_rope_head_dim"]
+        fields["attention.head_count_kv"] = 1
+        fields["attention.key_length"] = config["kv_lora_rank"] + head_dim
+        fields["attention.value_length"] = config["kv_lora_rank"]
+        fields["attention.key_length_mla"] = config["qk_nope_head_dim"] + head_dim
+        fields["expert_gating_func"] = 2 if config["model_type"] == "deepseek_v3" else 1
     rope = config["rope_parameters"]
     whole, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     fields["rope.freq_base"] = float(whole["rope_theta"])
@@ -114,6 +124,8 @@ def _metadata(hf_config, architecture: str) -> dict:
         if "original_max_position_embeddings" in whole:
             original = whole["original_max_position_embeddings"]
             fields["rope.scaling.original_context_length"] = original
+    if whole.get("mscale_all_dim"):
+        fields["rope.scaling.yarn_log_multiplier"] = 0.1 * whole["mscale_all_dim"]
     if whole["rope_type"] == "longrope":
         fields["rope.scaling.original_context_length"] = whole["original_max_position_embeddings"]
         if whole.get("attention_factor"):
@@ -163,6 +175,13 @@ def _tensors(hf: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]:
             tensor = tensor[0]
         elif ".norms." in name:  # StableLM 2: of each head
             norms.setdefault(name.split(".norms.")[0] + ".weight", []).append(tensor)
+            continue
+        elif name.endswith("kv_b_proj.weight"):
+            halves = tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            tensors[f"{layer}.attn_k_b.weight"] = halves[:, : config.qk_nope_head_dim].swapaxes(
+                1, 2
+            )
+            tensors[f"{layer}.attn_v_b.weight"] = halves[:, config.qk_nope_head_dim :]
             continue
         elif name.endswith("e_score_correction_bias"):
             name = name.replace("_bias", ".bias")

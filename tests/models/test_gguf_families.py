@@ -33,6 +33,11 @@ GPT_OSS |= {
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     | {"truncate": False, "original_max_position_embeddings": 32}
 }
+MLA = MOE | dict(n_routed_experts=8, moe_intermediate_size=64, first_k_dense_replace=1)
+MLA |= dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, v_head_dim=32, n_group=1)
+MLA |= dict(qk_rope_head_dim=8, num_key_value_heads=4, topk_group=1)
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+DEEPSEEK_YARN |= dict(original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7)
 GLM_MOE = MOE | dict(n_routed_experts=8, moe_intermediate_size=64, first_k_dense_replace=1)
 GLM_MOE |= dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=False)
 
@@ -112,6 +117,21 @@ CASES = {  # transformers' family, llama.cpp's architecture, fields of a small c
         GRANITE_MOE | dict(shared_intermediate_size=32),
     ),
     "gpt oss": ("GptOss", "gpt-oss", GPT_OSS),
+    "deepseek v2 lite": ("DeepseekV2", "deepseek2", MLA | dict(q_lora_rank=None)),
+    "deepseek v2, groups, yarn": (
+        "DeepseekV2",
+        "deepseek2",
+        MLA
+        | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)
+        | dict(rope_parameters=DEEPSEEK_YARN, routed_scaling_factor=1.5),
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        "deepseek2",
+        MLA
+        | dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True)
+        | dict(rope_parameters=DEEPSEEK_YARN),
+    ),
     "glm4 moe": ("Glm4Moe", "glm4moe", GLM_MOE | dict(attention_bias=True)),
     "glm4 moe, norms of q and k": (
         "Glm4Moe",

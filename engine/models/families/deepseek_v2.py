@@ -81,7 +81,7 @@ def experts(config: ModelConfig, hf: Fields, router: RouterSpec) -> MoEConfig:
 FAMILY = Family(
     "deepseek_v2",
     ("DeepseekV2ForCausalLM",),
-    None,
+    "deepseek2",
     refine,
     "latent attention, experts beside shared ones, chosen in groups",
     {"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2},

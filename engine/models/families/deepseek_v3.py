@@ -47,7 +47,7 @@ def further_layers(
 FAMILY = Family(
     "deepseek_v3",
     ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
-    None,
+    None,  # llama.cpp calls it deepseek2
     refine,
     "latent attention, experts beside shared ones, in groups, by sigmoids and a bias",
     {"q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8}
