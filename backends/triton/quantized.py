@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..api import BackendError, QuantizedWeight
+from ..api import QuantizedWeight
 from .arch import Arch, current_arch
 from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widened_sum
 
@@ -319,10 +319,9 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedQuanti
 
 
 def scaled_codes(weight: QuantizedWeight) -> Tensor | None:
-    """The codes, where activations are to be rounded and the GPU multiplies such codes.
+    """The codes, where activations are to be rounded and there is a kernel for such; else None.
 
-    Raises:
-        BackendError: there is no kernel for such groups.
+    Activations that are not rounded give what is closer to the model before it was quantized.
     """
     if weight.activations is None or weight.kind not in ("fp8", "int8"):
         return None
@@ -332,7 +331,7 @@ def scaled_codes(weight: QuantizedWeight) -> Tensor | None:
         return None
     group, num_in = weight.block[1], weight.shape[-1]
     if group < num_in and (weight.activations != "group" or group & (group - 1) or group < 32):
-        raise BackendError(f"no Triton kernel rounds activations for groups of {group} columns")
+        return None
     return weight.codes.contiguous()
 
 
