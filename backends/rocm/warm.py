@@ -44,9 +44,10 @@ def op_steps(
     ]
     for spec in specs:
         shape = (1, page_size, spec.num_kv_heads, spec.head_dim)
-        k = torch.zeros(shape, dtype=dtype, device=device)
+        k = torch.zeros(shape, dtype=spec.kv_dtype or dtype, device=device)
         for q_len in Q_LENS:
             meta = tiny_batch(ROWS, q_len, page_size, device, is_shared=False)
-            q = k.new_zeros(meta.num_tokens, spec.num_heads, spec.head_dim)
+            size = (meta.num_tokens, spec.num_heads, spec.head_dim)
+            q = torch.zeros(size, dtype=dtype, device=device)
             steps.append(partial(ops.attend, q, meta, LayerCache(k, k), spec))
     return steps
