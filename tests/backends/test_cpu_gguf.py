@@ -4,15 +4,17 @@ import ctypes
 
 import pytest
 import torch
+from cases import AttentionCase, build_attention, make_rope
 from gguf_cases import random_gguf
 from proofs import prove
 
 from stoker.backends import cpu
-from stoker.backends.api import BackendError, QuantizedWeight
+from stoker.backends.api import BackendError, LayerWeights, QuantizedWeight
 from stoker.backends.cpu import build, gguf
 from stoker.backends.cpu.native_ops import NativeOps
 from stoker.backends.gguf_blocks import BLOCK_TYPES
 from stoker.backends.quantized import dequantize, round_activations
+from stoker.backends.reference import ReferenceOps
 
 RUNTIME = cpu.runtime()
 NATIVE = NativeOps()
@@ -163,3 +165,39 @@ def test_other_types_are_refused_and_the_structure_is_the_kernels():
     header = build.SOURCE.with_name("gguf.h").read_text()
     assert f"sizeof(Part) == {ctypes.sizeof(gguf.Part)}" in header
     assert f"enum class Type : int32_t {{ {', '.join(gguf.TYPES)} }}" in header
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gguf_type", ["Q4_1", "Q8_0"])
+def test_a_fused_layer_gives_the_bits_of_its_ops(gguf_type, dtype):
+    """Two packed linears, one of them of two types with a bias, beside two of floats."""
+    case = AttentionCase("", [(1, 40), (1, 0), (30, 50)], 16, 4, 2, 32, 20)
+    results = []
+    for layer in (NATIVE.decoder_layer, lambda *args: ReferenceOps.decoder_layer(NATIVE, *args)):
+        torch.manual_seed(0)
+        inputs = build_attention(case, dtype)
+        inputs.cache = NATIVE.from_nhd(inputs.cache)
+        parts = [random_gguf(gguf_type, 200, 96), random_gguf("Q5_0", 56, 96)]
+        weights = LayerWeights(
+            spec=inputs.spec,
+            rope=make_rope(32),
+            eps=1e-6,
+            activation="silu",
+            input_norm=torch.randn(96).to(dtype),
+            qkv=NATIVE.pack_quantized_rows(parts, torch.randn(256).to(dtype)),
+            q_norm=None,
+            k_norm=None,
+            out=NATIVE.pack_linear((torch.randn(96, 128) / 11).to(dtype), None),
+            attention_out_norm=None,
+            mlp_norm=torch.randn(96).to(dtype),
+            gate_up=NATIVE.pack_linear((torch.randn(320, 96) / 10).to(dtype), None),
+            down=NATIVE.pack_quantized(random_gguf(gguf_type, 96, 160), None),
+            mlp_out_norm=None,
+        )
+        residual, x = torch.randn(32, 96), torch.randn(32, 96).to(dtype)
+        out = layer(x, residual, weights, inputs.meta, inputs.cache)
+        real = inputs.real_tokens
+        results.append((out[real], residual[real], *inputs.cache))
+    for fused, plain in zip(*results, strict=True):
+        assert torch.equal(fused.nan_to_num(9.0), plain.nan_to_num(9.0))
+    assert results[0][0].isfinite().all()
