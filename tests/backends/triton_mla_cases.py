@@ -1,14 +1,25 @@
 """What the contract does not reach of latent attention: run by `test_triton_interpreted.py`."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from cases import ORACLE, AttentionCase, build_attention, oracle_inputs
+from cases import ORACLE, AttentionCase, build_attention, make_rope, oracle_inputs
 
 from stoker.backends.api import LayerCache, MLASpec
-from stoker.backends.triton import mla
+from stoker.backends.cpu import CpuRuntime
+from stoker.backends.cpu.torch_ops import TorchOps
+from stoker.backends.triton import TritonOps, mla
 from stoker.backends.triton.arch import Arch
 from stoker.backends.triton.flash import Tile
+from stoker.engine.core.plan import StepPlan
+from stoker.engine.models.latent import LatentAttention
+from stoker.engine.models.parameters import Parameters
+from stoker.engine.models.registry import parse_config
+from stoker.engine.runtime.graphs import StepGraphs
+from stoker.engine.runtime.inputs import GraphShape, Inputs
+from stoker.engine.runtime.sampler import SlotTable
 
 
 def spec_of(case: AttentionCase) -> MLASpec:
@@ -73,3 +84,80 @@ def test_work_items_are_each_contexts_blocks_once(num_rows, longest):
     if num_rows == 1 and longest == 20_000:
         sizes = used[:, 3] - used[:, 2]
         assert len(used) > 16 and sizes.max() - sizes.min() <= sizes.max() / 2
+
+
+TINY = dict(architectures=["DeepseekV2ForCausalLM"], hidden_size=32, intermediate_size=32)
+TINY |= dict(num_hidden_layers=1, num_attention_heads=4, vocab_size=100, num_experts_per_tok=1)
+TINY |= dict(first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=32, qk_nope_head_dim=16)
+TINY |= dict(qk_rope_head_dim=16, v_head_dim=16, max_position_embeddings=512)
+
+
+def block(ops) -> LatentAttention:
+    """A layer's attention with the same random weights each time."""
+    parameters = Parameters(ops, torch.device("cpu"), torch.float32)
+    made = LatentAttention("a", parse_config(TINY), make_rope(16, True), parameters)
+    gen = torch.Generator().manual_seed(0)
+    shapes = parameters.shapes.items()
+    parameters.load((name, torch.randn(shape, generator=gen) / 4) for name, shape in shapes)
+    return made
+
+
+class Recorder:
+    """Captures a step by keeping the function, which then finds its inputs where they were."""
+
+    def capture(self, function):
+        function()
+        return function
+
+
+def step_plan(q_lens, kv_lens, num_decode_rows) -> StepPlan:
+    """Rows of the slots 1, 2, ..., each with 12 pages of its own."""
+    q_lens, kv_lens = np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
+    slots = np.arange(1, len(q_lens) + 1, dtype=np.int32)
+    return StepPlan(
+        step=0,
+        slots=slots,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        num_decode_rows=num_decode_rows,
+        tokens=np.arange(q_lens.sum(), dtype=np.int32) * 3,
+        samples=np.ones(len(slots), bool),
+        prompt_logprobs=-np.ones(len(slots), np.int32),
+        page_slots=slots.repeat(12),
+        page_indices=np.tile(np.arange(12, dtype=np.int32), len(slots)),
+        page_ids=np.arange(12 * len(slots), dtype=np.int32)[::-1].copy(),
+    )
+
+
+def test_captured_steps_serve_any_lengths():
+    """Decode rows, and chunks with decode rows among them: padded, absorbed, of unknown lengths."""
+    gen = torch.Generator().manual_seed(1)
+    ours = block(SimpleNamespace(**{
+        name: getattr(provider, name)
+        for provider in (TorchOps(), TritonOps()) for name in dir(provider) if name[0] != "_"
+    }))  # fmt: skip
+    pool = torch.randn(64, 16, 1, 48, generator=gen)
+    cache = LayerCache(pool, pool[..., :0])
+    states = torch.randn(100, 16 + 48, generator=gen)
+
+    def forward(step):
+        inputs.apply(step)
+        return ours(states[step.tokens], step.meta, cache)
+
+    inputs = Inputs(CpuRuntime(), num_slots=6, max_pages=16, page_size=16, max_step_tokens=32)
+    table = SlotTable(6, 100)
+    graphs = StepGraphs(Recorder(), inputs, table, forward, 4, 32)
+    for plan, expected in (
+        (step_plan([1, 1, 1], [150, 1, 33], 3), GraphShape(4)),
+        (step_plan([1, 9, 5], [77, 160, 5], 1), GraphShape(0, 8, 32)),
+        (step_plan([1, 1, 30], [20, 191, 31], 2), GraphShape(0, 8, 32)),
+    ):
+        kept = pool.clone()
+        plain = inputs.stage(plan, table)
+        want = block(TorchOps())(states[plain.tokens], plain.meta, LayerCache(kept, kept[..., :0]))
+        shape = graphs.shape_for(plan)
+        assert shape == expected
+        inputs.restage(plan, table, shape)
+        got = graphs.replay(shape)[: len(want)]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pool, kept, rtol=1e-5, atol=1e-5)
