@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends.api import BatchMeta, DenseRows, MLASpec, QuantizedWeight, Rope
-from ...backends.quantized import dequantize
+from ...backends.api import BatchMeta, DenseRows, MLASpec, Rope
 from ..api.errors import StartError
 from .linear import Linear
 from .norms import RMSNorm
@@ -107,10 +106,7 @@ class LatentAttention:
         # [num_heads, nope_dim + value_dim, kv_rank], plain: both ways take it apart.
         self._kv_up = torch.empty(0)
         kv_name, num_up = f"{name}.kv_b_proj", heads * (latent.nope_dim + latent.value_dim)
-        if parameters.scheme(kv_name) is None:
-            parameters.expect(f"{kv_name}.weight", (num_up, latent.kv_rank), self._put_kv_up)
-        else:
-            parameters.expect_quantized(kv_name, num_up, latent.kv_rank, self._put_quantized)
+        parameters.expect_weight(kv_name, num_up, latent.kv_rank, self._put_kv_up)
         self.out = Linear(
             {f"{name}.o_proj": config.hidden_size},
             heads * latent.value_dim,
@@ -121,9 +117,6 @@ class LatentAttention:
     def _put_kv_up(self, tensor: Tensor) -> None:
         tensor = tensor.to(self._parameters.device, self._parameters.dtype, copy=True)
         self._kv_up = tensor.unflatten(0, (self.spec.num_heads, -1)).contiguous()
-
-    def _put_quantized(self, weight: QuantizedWeight) -> None:
-        self._put_kv_up(dequantize(weight))
 
     def __call__(self, qkv: Tensor, meta: BatchMeta, cache: LayerCache) -> Tensor:
         """What lies between the two linears; latents of the new tokens go to the cache.

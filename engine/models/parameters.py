@@ -177,8 +177,9 @@ class Parameters:
     def expect_weight(
         self, name: str, num_out: int, num_in: int, put: Callable[[Tensor], None]
     ) -> None:
-        """Declare a linear's weight [out, in] that is wanted as floats, quantized or not."""
-        if self.scheme(name) is None:
+        """Declare a linear's weight [out, in] that is wanted as floats, however it is kept."""
+        is_online = self.quantization is not None and self.quantization.method == "online"
+        if is_online or self.scheme(name) is None:
             self.expect(f"{name}.weight", (num_out, num_in), put)
         else:
             self.expect_quantized(name, num_out, num_in, lambda weight: put(dequantize(weight)))

@@ -14,7 +14,22 @@ from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.backends.quantized import dequantize
 from stoker.engine.api.errors import StartError
 
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 MIXTRAL = dict(num_experts_per_tok=2, num_local_experts=3)
+DEEPSEEK = dict(
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    num_key_value_heads=4,
+    num_experts_per_tok=2,
+    n_routed_experts=8,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+)
 QWEN = dict(num_experts_per_tok=2, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True)
 CASES = {
     "fp8 blocks": (
@@ -26,6 +41,11 @@ CASES = {
     "fp8 tensor static": ("Mixtral", MIXTRAL, Case(FP8_STATIC, fp8(input_scale=0.1))),
     "fp8 channel": ("Qwen3Moe", QWEN, Case(FP8, fp8(per_channel=True))),
     "awq": ("Mixtral", MIXTRAL, Case(AWQ | dict(group_size=32), awq(32))),
+    "fp8 blocks, latent attention": (
+        "DeepseekV3",
+        DEEPSEEK,
+        Case(FP8_BLOCK, fp8(block=(32, 32), names=("weight_scale_inv", ""))),
+    ),
     "gptq act-order": ("Qwen3Moe", QWEN, of_gptq(act_order=True, is_symmetric=False)),
     "gptq 8 bits": ("Mixtral", MIXTRAL, of_gptq(8, is_symmetric=False)),
 }
@@ -75,8 +95,8 @@ def test_experts(name, tmp_path, make_hf_model, loop):
     model = load(tmp_path / "quantized", ops)
     parts = ("w1", "w3", "w2") if family == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
     block = "block_sparse_moe" if family == "Mixtral" else "mlp"
-    num = fields.get("num_local_experts") or fields["num_experts"]
-    for layer in range(config["num_hidden_layers"]):
+    num = next(fields[n] for n in NUM_EXPERTS if n in fields)
+    for layer in range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"]):
         gate, up, down = (
             torch.stack(
                 [
