@@ -67,6 +67,7 @@ def _linear(
     weight_ptr,
     bias_ptr,
     norm_ptr,
+    scales_ptr,
     out_ptr,
     eps,
     num_rows,
@@ -82,6 +83,7 @@ def _linear(
     GATE: tl.constexpr,
     ADD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """out = f(norm(x) weight^T + bias), or out += that where ADD; BLOCK_OUT outputs a program.
@@ -147,6 +149,8 @@ def _linear(
         inverse = tl.rsqrt(mean_square + eps)
         y *= inverse
         z *= inverse
+    if HAS_SCALES:  # of the weight's rows
+        y *= tl.load(scales_ptr + n, mask=live_n, other=0.0)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)
         y += bias if ROWS == 1 else bias[:, None]
@@ -174,6 +178,7 @@ def linear(
     eps: float = 0.0,
     gate: str = "",
     add: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """out = f(norm(x) weight^T + bias), or out += that where `add`; returns out.
 
@@ -183,7 +188,9 @@ def linear(
         out: [rows, out], of any floating type.
         norm: [in] the weight of an RMS norm of x.
         gate: "silu" or "gelu_tanh" of the first half, times the second.
+        scales: float32 [out], of the rows of a weight of 8-bit codes; one row, without a gate.
     """
+    assert scales is None or (len(x) == 1 and not gate)
     num_rows, num_in = x.shape
     num_out = out.shape[1]
     assert x.stride(1) == 1 and out.stride(1) == 1 and weight.is_contiguous()
@@ -194,6 +201,7 @@ def linear(
         weight,
         bias if bias is not None else weight,
         norm if norm is not None else weight,
+        scales if scales is not None else weight,
         out,
         eps,
         num_rows,
@@ -209,6 +217,7 @@ def linear(
         GATE=gate,
         ADD=add,
         HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None,
         EVEN=num_in % tile.block_in == 0,
         num_warps=tile.num_warps,
     )

@@ -17,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..api import QuantizedWeight
+from . import linear
 from .arch import Arch, current_arch
 from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widened_sum
 
 SPLIT_BLOCK_OUT = 16  # the smallest block of outputs: how many counters a weight needs
 FEW_ROWS = 64  # up to which a tile has all of them
 MAX_WIDENED_ROWS = 16  # up to which activations are not rounded
+# One row: linear.py's tiles for bfloat16 with twice the columns, which are as many bytes.
+ONE_ROW, ONE_ROW_MANY = linear.Tile(16, 512, 4, 6), linear.Tile(8, 1024, 2, 6)
 MIN_SPLIT_COLUMNS = 512  # a program's, at least
 PROGRAMS_PER_CORE = 3  # that fill a multiprocessor which streams weights
 SIGNED_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 rounds what is added to it
@@ -343,6 +346,10 @@ def quantized_linear(
     Few activations stay as they are: rounding them is a kernel more, and gains nothing.
     """
     dtype = out_dtype or x.dtype
+    if len(x) == 1 and packed.scaled is not None and packed.group == 0:
+        out = x.new_empty(1, packed.num_out, dtype=dtype)
+        tile = ONE_ROW_MANY if packed.num_out >= linear.MANY_OUTPUTS else ONE_ROW
+        return linear.linear(x, packed.scaled, packed.bias, out, tile, scales=packed.scales)
     if packed.scaled is None or (packed.widened is not None and len(x) <= MAX_WIDENED_ROWS):
         return widened_linear(x, packed, dtype)
     rounded = round_rows(x, packed.scaled.dtype, packed.group, packed.input_scale)
