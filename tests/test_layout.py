@@ -40,10 +40,12 @@ HOME_OF = {
     "aiohttp": "http",
     "aiter": "backends/rocm",
     "flashinfer": "backends/cuda",
+    "intel_extension_for_pytorch": "backends/xpu",
     "jinja2": "engine/text",
     "redis": "engine/runtime/stores",
     "tokenizers": "engine/text",
     "triton": "backends",
+    "vllm_xpu_kernels": "backends/xpu",
 }
 
 

@@ -36,5 +36,8 @@ def current_arch() -> Arch:
     if triton.knobs.runtime.interpret:
         return Arch("interpreter", 65_536, 4)
     target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "xpu":  # arch is a dict of the device's properties
+        known = target.arch
+        return Arch("xpu", known.get("local_mem_size", 65_536), known.get("max_compute_units", 64))
     name = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
     return ARCHS.get(name, Arch(name, 65_536, 64))
