@@ -3,8 +3,9 @@
     python benchmarks/quantization_quality.py [--model smollm2-135m gemma3-270m] [--limit 1000]
 
 Of the recorded answers of a float32 model (tests/data): at how many tokens the same one is
-likeliest, and the mean KL divergence from float32, in nats a token. The weights come out of GGUF
-files of 4 bits (Q4_1, Q4_K_M), dequantized: what is measured is rounding them once more.
+likeliest, and the mean KL divergence from float32, in nats a token; with a star, int8 and int4 in
+the forms that GPUs have. The weights come out of GGUF files of 4 bits (Q4_1, Q4_K_M), dequantized:
+what is measured is rounding them once more (the CPU's int4 is SmolLM2's own blocks).
 
 Runs on: any (pure).
 """
@@ -22,17 +23,18 @@ from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.quantization.config import online
 from stoker.engine.runtime import gguf_weights, model_files
 
-SCHEMES = (None, "int8", "fp8", "int4")
+SCHEMES = (None, "int8", "int4", "fp8", "int8*", "int4*")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def load(name: str, scheme: str | None, dtype: torch.dtype) -> Decoder:
     files = model_files.resolve(name)
     config = files.config
-    if scheme is not None:
-        config = replace(config, quantization=online(scheme))
-    device = torch.device("cpu")
-    model = Decoder(config, registry.select("cpu").ops, device, dtype, max_positions=2048)
+    device, ops = torch.device("cpu"), registry.select("cpu").ops
+    if scheme is not None:  # with a star as a GPU has it, else as the CPU does
+        types = frozenset() if scheme.endswith("*") else ops.gguf_types
+        config = replace(config, quantization=online(scheme.removesuffix("*"), types))
+    model = Decoder(config, ops, device, dtype, max_positions=2048)
     model.load(gguf_weights.from_gguf(files.gguf, config, dtype))
     return model
 

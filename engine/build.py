@@ -104,14 +104,10 @@ class Builder:
                 if path is not None and not Path(path).exists():
                     raise StartError(f"{flag} {path}: there is no such file")
         self._model = self.files.config
-        if self.config.quantization is not None:
-            if self._model.quantization is not None:
-                raise StartError(
-                    f"--quantization {self.config.quantization}: the checkpoint is quantized "
-                    f"already ({self._model.quantization.method})"
-                )
-            self._model = replace(
-                self._model, quantization=quantization.online(self.config.quantization)
+        if self.config.quantization is not None and self._model.quantization is not None:
+            raise StartError(
+                f"--quantization {self.config.quantization}: the checkpoint is quantized "
+                f"already ({self._model.quantization.method})"
             )
         longest = self._model.longest_context
         asked = self.config.max_model_len
@@ -155,7 +151,7 @@ class Builder:
         is_cpu = runtime.device.type == "cpu"
         with self._phase("weights"):
             executor = ThreadPoolExecutor(1)
-            self._keep_packed(backend)
+            self._quantize(backend)
             model = self._decoder(self._model, backend)
             try:
                 backend.settle(_kinds(model), dtype, page_size)
@@ -221,7 +217,7 @@ class Builder:
             captured: where the device puts what it is asked to capture.
         """
         self._size(backend.runtime)
-        self._keep_packed(backend)
+        self._quantize(backend)
         full = self._model
         kinds = [
             (w, full.moe is not None and full.moe.layers[i]) for i, w in enumerate(full.windows)
@@ -248,9 +244,17 @@ class Builder:
             runner.capture(self._graph_rows, self._chunk)
         return steps + captured
 
-    def _keep_packed(self, backend: Backend) -> None:
-        """Keep a GGUF file's weights as they are, unless --dtype names another type for them."""
+    def _quantize(self, backend: Backend) -> None:
+        """Round weights as --quantization says, or keep a GGUF file's as they are, unless --dtype
+        names another type for them.
+        """
         file, config = self.files.gguf, self.config
+        if config.quantization is not None:
+            is_cpu = backend.runtime.device.type == "cpu"
+            blocks = backend.ops.gguf_types if is_cpu else frozenset()
+            chosen = quantization.online(config.quantization, blocks)
+            self._model = replace(self._model, quantization=chosen)
+            return
         if file is None or config.dtype != "auto" or config.load_format == "dummy":
             return
         if self._model.quantization is None:

@@ -6,7 +6,7 @@ Runs on: gpu.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from .compressed_tensors import PackedInts, PackedMxfp4, PlainCodes
 from .fp8 import Fp8
 from .gptq import Gptq
 from .mxfp4 import Mxfp4
-from .online import EightBits, FourBits
+from .online import Blocks, EightBits, FourBits
 
 if TYPE_CHECKING:
     from .scheme import Scheme
@@ -58,10 +58,17 @@ class QuantConfig:
         return None
 
 
-def online(scheme: Online) -> QuantConfig:
-    """Of a checkpoint that is not quantized; the head, which decides the tokens, stays."""
-    chosen = FourBits() if scheme == "int4" else EightBits(scheme)
-    return QuantConfig("online", (Rule("lm_head", None), Rule(".*", chosen)))
+def online(scheme: Online, gguf_types: Set[str] = frozenset()) -> QuantConfig:
+    """Of a checkpoint that is not quantized; the head, which decides the tokens, stays.
+
+    Args:
+        gguf_types: blocks to prefer for linears that are no experts, if int8 or int4 are there.
+    """
+    chosen: Scheme = FourBits() if scheme == "int4" else EightBits(scheme)
+    rules = [Rule("lm_head", None), Rule(r".*\.experts(\..*)?", chosen), Rule(".*", chosen)]
+    if scheme != "fp8" and {"Q8_0", "Q4_1"} <= gguf_types:
+        rules[-1] = Rule(".*", Blocks(4 if scheme == "int4" else 8))
+    return QuantConfig("online", tuple(rules))
 
 
 def parse(fields: Fields, renamed: Mapping[str, str]) -> QuantConfig:

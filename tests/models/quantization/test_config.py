@@ -14,7 +14,7 @@ from stoker.engine.models.quantization.compressed_tensors import PackedInts, Pla
 from stoker.engine.models.quantization.config import online, parse
 from stoker.engine.models.quantization.fp8 import Fp8
 from stoker.engine.models.quantization.gptq import Gptq
-from stoker.engine.models.quantization.online import EightBits, FourBits
+from stoker.engine.models.quantization.online import Blocks, EightBits, FourBits
 
 Q, DOWN = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.down_proj"
 EXPERT = "model.layers.3.mlp.experts.17.down_proj"
@@ -84,6 +84,9 @@ def test_which_linears_are_quantized():
     assert online("int4").scheme(Q) == FourBits()
     assert online("fp8").scheme(EXPERT) == EightBits("fp8")
     assert online("int8").scheme("lm_head") is None
+    blocks = online("int8", {"Q4_1", "Q8_0"})
+    assert (blocks.scheme(Q), blocks.scheme(EXPERT)) == (Blocks(8), EightBits("int8"))
+    assert online("fp8", {"Q4_1", "Q8_0"}).scheme(Q) == EightBits("fp8")
 
 
 def test_names_that_the_family_renames():
