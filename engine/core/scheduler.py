@@ -376,6 +376,8 @@ class Scheduler:
         """Retract the running request that loses least; one that is alone fails."""
         slots = self.slots
         running = slots.owners()
+        if self.windows is not None and self.windows.give_up(running):
+            return
         if len(running) == 1:
             (request,) = running
             message = (

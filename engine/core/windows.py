@@ -194,6 +194,13 @@ class Windows:
         self._num_stopping -= bool(request.stops)
         request.stops.clear()
 
+    def give_up(self, running: Iterable[Request]) -> bool:
+        """Let go what requests keep for others alone; whether there was any."""
+        keeping = [request for request in running if request.kept]
+        for request in keeping:
+            self.published(request)
+        return bool(keeping)
+
     def close(self, request: Request) -> None:
         """A request leaves its slot."""
         slots, slot = self._slots, request.slot

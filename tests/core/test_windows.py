@@ -92,6 +92,13 @@ def test_window_pages_go_before_the_others_and_come_back(engine_of):
     assert [serve(engine, PROMPT, max_tokens=1) for _ in range(2)] == [0, 36]
 
 
+def test_what_is_kept_for_others_goes_before_a_request_fails(engine_of):
+    engine = engine_of(num_window_pages=1 + pages_of_window(8, 4))
+    for i in range(3):  # the second and third keep what it takes to go on at 24
+        serve(engine, [*PROMPT[:24], *[i] * 40], max_tokens=8)
+    assert set(engine.reasons.values()) == {"length"}
+
+
 def test_pinned_prefixes_keep_their_window_pages(engine_of):
     engine = engine_of(num_window_pages=14)
     serve(engine, PROMPT, max_tokens=1, pin=1)
