@@ -154,8 +154,6 @@ def regrouped(weight: QuantizedWeight) -> QuantizedWeight:
 
     Scales and offsets are float32, one for each row and 32 columns (16 for Q6_K).
     """
-    from .quantized import pack_nibbles
-
     block_type = BLOCK_TYPES[weight.gguf_type]
     groups = _read(weight.codes, weight.gguf_type)
     codes = groups.codes.flatten(-3)
@@ -163,7 +161,7 @@ def regrouped(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(
         weight,
         kind="uint4" if is_4_bits else "int8",
-        codes=pack_nibbles(codes) if is_4_bits else codes,
+        codes=codes[..., 0::2] | codes[..., 1::2] << 4 if is_4_bits else codes,
         scales=groups.scales.flatten(-2),
         offsets=None if groups.offsets is None else groups.offsets.flatten(-2).contiguous(),
         block=(1, block_type.group),

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from stoker.backends import registry
+from stoker.engine.api.config import EngineConfig
+from stoker.engine.build import Builder
+from stoker.engine.models.quantization.gguf import GgufConfig
 from stoker.engine.models.registry import build
 from stoker.engine.runtime import gguf_weights
 
@@ -15,16 +18,10 @@ pytestmark = pytest.mark.skipif(
 BOUNDS = {"smollm2": (0.93, 0.006), "gemma3_270m": (0.96, 0.004)}
 
 
-def model_of(files, ops, dtype):
-    model = build(files.config, ops, torch.device("cpu"), dtype)
-    model.load(gguf_weights.from_gguf(files.gguf, files.config, dtype))
-    return model
-
-
 @pytest.mark.parametrize("name", BOUNDS)
 def test_packed_weights_agree_with_float32(name, request, loop, float32_model):
     files = request.getfixturevalue(name)
-    items = request.getfixturevalue(f"{name}_greedy")[:4]
+    items = request.getfixturevalue(f"{name}_greedy")[:3]
     config = gguf_weights.keep_packed(files.gguf, files.config, NATIVE.ops)
     packed = build(config, NATIVE.ops, torch.device("cpu"), torch.float32)
     packed.load(gguf_weights.from_gguf(files.gguf, config, torch.float32))
@@ -46,3 +43,15 @@ def test_packed_weights_agree_with_float32(name, request, loop, float32_model):
     agreement, divergence = BOUNDS[name]
     assert num_equal >= agreement * num_tokens
     assert 1e-6 < kl / num_tokens < divergence  # not zero: inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize("dtype, is_packed", [("auto", True), ("bfloat16", False)])
+def test_dtype_says_whether_weights_stay_packed(smollm2, dtype, is_packed, caplog):
+    caplog.set_level("INFO")
+    builder = Builder(
+        EngineConfig(model="smollm2-135m", backend="cpu", dtype=dtype, kv_tokens=256, threads=1)
+    )
+    builder.find_files()
+    _, runner = builder.load()
+    assert isinstance(runner.model.config.quantization, GgufConfig) == is_packed
+    assert ("stay packed: 1 of Q8_0, 210 of Q4_1" in caplog.text) == is_packed
