@@ -301,12 +301,24 @@ def test_quantized_products_compile(target):
 
 def test_a_tile_that_is_too_large_is_found():
     spec = AttentionSpec(32, 8, 256, 0.0625)
-    meta = batch(0, [512])
+    cache = pool(1 << 10, spec, torch.bfloat16)
     q = meta_tensor(512, 32, 256, dtype=torch.bfloat16)
-    with CompileOnly("sm_80"), pytest.raises(MemoryError, match="shared memory"):
-        attention.attend(
-            q, meta, pool(1 << 10, spec, torch.bfloat16), spec, extend_tile=Tile(128, 128, 8, 4)
-        )
+    for target, meta, tiles in (
+        ("sm_80", batch(0, [512]), {"extend_tile": Tile(128, 128, 8, 4)}),
+        ("gfx942", batch(512, []), {"decode_tile": Tile(16, 256, 4, 2)}),
+    ):
+        with CompileOnly(target), pytest.raises(MemoryError, match="shared memory"):
+            attention.attend(q, meta, cache, spec, **tiles)
+
+
+def test_too_many_threads_are_found():
+    """AMD's compiler takes 32 warps of 64 without a word."""
+    with CompileOnly("gfx942") as compiled:
+        fused._gated[(1, 1)](
+            meta_tensor(64, dtype=torch.bfloat16), meta_tensor(64, dtype=torch.bfloat16), 32, 64,
+            GELU=False, BLOCK=64, num_warps=32,
+        )  # fmt: skip
+    assert [kernel.num_threads for kernel in compiled.kernels] == [2048]
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
