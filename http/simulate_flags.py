@@ -15,6 +15,7 @@ from ..engine.api.config import EngineConfig
 from .settings import add_flags
 
 GROUPS = ("scheduling", "memory")  # of the engine's settings, those that a simulation heeds,
+UNSIMULATED = ("kv_cache_dtype", "window_kv_ratio", "state_snapshots")  # but for these,
 ALSO = ("model", "max_model_len", "dtype", "queue_timeout", "seed", "check")  # and these
 ROUTERS = ("round-robin", "least-loaded", "cache-aware")
 
@@ -104,7 +105,7 @@ def _simulated_config() -> type[EngineConfig]:
     fields: dict[str, Any] = {}
     for name, info in EngineConfig.model_fields.items():
         extra = cast("dict[str, str]", info.json_schema_extra)
-        if name in ALSO or extra["group"] in GROUPS:
+        if name in ALSO or (extra["group"] in GROUPS and name not in UNSIMULATED):
             fields[name] = (info.annotation, info)
     return create_model("SimulatedConfig", **fields)
 
