@@ -142,7 +142,7 @@ class ReferenceOps:
         """One row after the other: gather its pages, mask, softmax."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         k, v = (pool.flatten(0, 1) for pool in cache)  # [num_slots, num_kv_heads, head_dim]
-        for new, slots, visible in _contexts(meta, spec.window):
+        for new, slots, visible in contexts(meta, spec.window):
             out[new] = _attend_row(q[new], k[slots], v[slots], visible, spec)
         return out.flatten(1)
 
@@ -173,7 +173,7 @@ class ReferenceOps:
         out = torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
         q, keys = torch.cat((q_latent, q_rope), dim=-1), cache.k.flatten(0, 1)
         one_head = AttentionSpec(spec.num_heads, 1, spec.rank + spec.rope_dim, spec.scale)
-        for new, slots, visible in _contexts(meta, None):
+        for new, slots, visible in contexts(meta, None):
             k = keys[slots]
             out[new] = _attend_row(q[new], k, k[..., : spec.rank], visible, one_head)
         return out
@@ -426,7 +426,7 @@ def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1)
 
 
-def _contexts(meta: BatchMeta, window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def contexts(meta: BatchMeta, window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Of each row: its new tokens, the slots of its context, and bool [q_len, kv_len] who sees."""
     mask_begin, device = 0, meta.block_table.device
     for row in range(meta.num_rows):
