@@ -223,8 +223,6 @@ class AiterOps(AiterQuantizedOps, AiterProvider):
         """topk_softmax, grouped_topk, biased_grouped_topk; what none of them does is ours."""
         if spec.num_shared:
             return self._ours.route(logits, spec, bias)
-        if spec.num_shared:
-            return self._ours.route(logits, spec, bias)
         num_tokens, num_experts = logits.shape
         gating = logits.contiguous()
         weights = torch.empty(num_tokens, spec.top_k, device=logits.device)
