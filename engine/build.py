@@ -151,7 +151,7 @@ class Builder:
         is_cpu = runtime.device.type == "cpu"
         with self._phase("weights"):
             executor = ThreadPoolExecutor(1)
-            self._quantize(backend)
+            self._quantize(backend, has_weights=config.load_format != "dummy")
             model = self._decoder(self._model, backend)
             try:
                 backend.settle(_kinds(model), dtype, page_size)
@@ -217,7 +217,7 @@ class Builder:
             captured: where the device puts what it is asked to capture.
         """
         self._size(backend.runtime)
-        self._quantize(backend)
+        self._quantize(backend, has_weights=True)
         full = self._model
         kinds = [
             (w, full.moe is not None and full.moe.layers[i]) for i, w in enumerate(full.windows)
@@ -244,7 +244,7 @@ class Builder:
             runner.capture(self._graph_rows, self._chunk)
         return steps + captured
 
-    def _quantize(self, backend: Backend) -> None:
+    def _quantize(self, backend: Backend, *, has_weights: bool) -> None:
         """Round weights as --quantization says, or keep a GGUF file's as they are, unless --dtype
         names another type for them.
         """
@@ -255,7 +255,7 @@ class Builder:
             chosen = quantization.online(config.quantization, blocks)
             self._model = replace(self._model, quantization=chosen)
             return
-        if file is None or config.dtype != "auto" or config.load_format == "dummy":
+        if file is None or config.dtype != "auto" or not has_weights:
             return
         if self._model.quantization is None:
             self._model = gguf_weights.keep_packed(file, self._model, backend.ops)
