@@ -135,28 +135,24 @@ def _convolve(
     """
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    if BLOCK_T == 1:
-        row, row_begin, q_len, token0 = tile, tile, 1, 0
-    else:
-        row, row_begin, q_len, token0 = _find_tile(
-            qo_indptr_ptr, first_row, num_rows, tile, BLOCK_T
-        )
+    row, row_begin, q_len, token0 = _find_tile(qo_indptr_ptr, first_row, num_rows, tile, BLOCK_T)
     kv_len = tl.load(kv_lens_ptr + row)
     if token0 >= q_len or kv_len == 0:
         return
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    if head < KEY_HEADS:
-        column = _key_column(head, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED)
-    elif head < 2 * KEY_HEADS:
-        column = _key_column(
-            head - KEY_HEADS, 1, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED
-        )
-    else:
-        column = _value_column(
-            head - 2 * KEY_HEADS, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED
-        )
+    # Selected, not branched for: so the compiler still knows what the columns are multiples of.
     is_value = head >= 2 * KEY_HEADS
-    value_channel = 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM
+    value_head = head - 2 * KEY_HEADS
+    column = tl.where(
+        head < KEY_HEADS,
+        _key_column(head, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED),
+        _key_column(head - KEY_HEADS, 1, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED),
+    )
+    value_column = _value_column(
+        value_head, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED
+    )
+    column = tl.where(is_value, value_column, column)
+    value_channel = 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM
     channel = tl.where(is_value, value_channel, head * KEY_DIM)
     t = token0 + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
@@ -235,10 +231,52 @@ def _keep_head_inputs(
 
 
 @triton.jit
+def _window(
+    x_ptr, conv_ptr, kv_len, channel, column, WIDTH: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """What a token's convolution sees of DIM channels: [BLOCK_D, BLOCK_W], the oldest first."""
+    d = tl.arange(0, BLOCK_D)
+    w = tl.arange(0, BLOCK_W)
+    known = d < tl.where(kv_len > 1, DIM, 0)
+    old_ptrs = conv_ptr + (channel + d)[:, None] * (WIDTH - 1) + w[None, :]
+    old = tl.load(old_ptrs, mask=known[:, None] & (w < WIDTH - 1)[None, :], other=0.0)
+    x = tl.load(x_ptr + column + d, mask=d < DIM, other=0.0)
+    return tl.where(w[None, :] == WIDTH - 1, x[:, None], old)
+
+
+@triton.jit
+def _convolve_window(
+    window, weight_ptr, channel, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution: [BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)
+    w = tl.arange(0, BLOCK_W)
+    weight_ptrs = weight_ptr + (channel + d)[:, None] * WIDTH + w[None, :]
+    weight = tl.load(weight_ptrs, mask=(d < DIM)[:, None] & (w < WIDTH)[None, :], other=0.0)
+    y = tl.sum(window.to(tl.float32) * weight.to(tl.float32), 1)
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def _keep_window(
+    window, conv_ptr, channel, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Make the window, but for its oldest inputs, the channels' state."""
+    d = tl.arange(0, BLOCK_D)
+    w = tl.arange(0, BLOCK_W)
+    ptrs = conv_ptr + (channel + d)[:, None] * (WIDTH - 1) + w[None, :] - 1
+    is_kept = (w >= 1) & (w < WIDTH)
+    tl.store(ptrs, window, mask=(d < DIM)[:, None] & is_kept[None, :])
+
+
+@triton.jit
 def _decode_delta(
     qkvz_ptr,
     ba_ptr,
-    qkv_ptr,
+    weight_ptr,
     conv_ptr,
     state_ptr,
     out_ptr,
@@ -256,53 +294,79 @@ def _decode_delta(
     VALUE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One token of one row and value head: its whole state is read, changed and written once."""
-    head = tl.program_id(0)
+    """All of one token of a row, for a key head and its value heads.
+
+    A state is read, changed and written once. With S that before the token and a its decay,
+    S^T k and S^T q give all else: the token adds k u^T, where u = b (v - a S^T k), and its output
+    is a S^T q + (k q) u.
+    """
+    key_head = tl.program_id(0)
     row = tl.program_id(1)
     kv_len = tl.load(kv_lens_ptr + row)
     if kv_len == 0:
         return
     slot = tl.load(slots_ptr + row).to(tl.int64)
     token = row.to(tl.int64)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    x_ptr = qkvz_ptr + token * stride_x
+    inputs_ptr = conv_ptr + slot * (CHANNELS * (WIDTH - 1))
+    q_channel = key_head * KEY_DIM
+    k_channel = (KEY_HEADS + key_head) * KEY_DIM
+    q_inputs = _window(
+        x_ptr, inputs_ptr, kv_len, q_channel,
+        _key_column(key_head, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED),
+        WIDTH, KEY_DIM, BLOCK_K, BLOCK_W,
+    )  # fmt: skip
+    k_inputs = _window(
+        x_ptr, inputs_ptr, kv_len, k_channel,
+        _key_column(key_head, 1, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED),
+        WIDTH, KEY_DIM, BLOCK_K, BLOCK_W,
+    )  # fmt: skip
+    q = _convolve_window(q_inputs, weight_ptr, q_channel, WIDTH, KEY_DIM, BLOCK_K, BLOCK_W)
+    k = _convolve_window(k_inputs, weight_ptr, k_channel, WIDTH, KEY_DIM, BLOCK_K, BLOCK_W)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * KEY_DIM**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+    kq = tl.sum(k * q, 0)
     i = tl.arange(0, BLOCK_K)
     j = tl.arange(0, BLOCK_V)
     inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
-    state_ptrs = state_ptr + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-    state_ptrs += i[:, None] * VALUE_DIM + j[None, :]
     known = inside & (i < tl.where(kv_len > 1, KEY_DIM, 0))[:, None]
-    state = tl.load(state_ptrs, mask=known, other=0.0)
-
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    q_ptrs = qkv_ptr + token * CHANNELS + head // GROUP * KEY_DIM + i
-    q = tl.load(q_ptrs, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(q_ptrs + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    v_ptrs = qkv_ptr + token * CHANNELS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-    v = tl.load(v_ptrs, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
-    beta, log_decay = _gates(
-        ba_ptr + token * stride_ba, kv_len > 0, head, decay_ptr, bias_ptr,
-        KEY_HEADS, VALUE_HEADS, INTERLEAVED,
-    )  # fmt: skip
-    state *= tl.exp(log_decay)
-    added = beta * (v - tl.sum(state * k[:, None], 0))
-    state += k[:, None] * added[None, :]
-    tl.store(state_ptrs, state, mask=inside)
-    y = tl.sum(state * q[:, None], 0)
-
-    column = _value_column(head, 1, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED)
-    z = tl.load(qkvz_ptr + token * stride_x + column + j, mask=j < VALUE_DIM, other=0.0)
-    z = z.to(tl.float32)
     norm = tl.load(norm_ptr + j, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE_DIM + eps) * norm * (z * tl.sigmoid(z))
-    out_ptrs = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=j < VALUE_DIM)
-    _keep_head_inputs(
-        qkvz_ptr, conv_ptr, row, 1, kv_len, slot, head, stride_x, KEY_HEADS, VALUE_HEADS,
-        KEY_DIM, VALUE_DIM, INTERLEAVED, WIDTH, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        state_ptrs = state_ptr + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+        state_ptrs += i[:, None] * VALUE_DIM + j[None, :]
+        state = tl.load(state_ptrs, mask=known, other=0.0)
+        channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        inputs = _window(
+            x_ptr, inputs_ptr, kv_len, channel,
+            _value_column(head, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED),
+            WIDTH, VALUE_DIM, BLOCK_V, BLOCK_W,
+        )  # fmt: skip
+        v = _convolve_window(inputs, weight_ptr, channel, WIDTH, VALUE_DIM, BLOCK_V, BLOCK_W)
+        beta, log_decay = _gates(
+            ba_ptr + token * stride_ba, kv_len > 0, head, decay_ptr, bias_ptr,
+            KEY_HEADS, VALUE_HEADS, INTERLEAVED,
+        )  # fmt: skip
+        decay = tl.exp(log_decay)
+        added = beta * (v - decay * tl.sum(state * k[:, None], 0))
+        y = decay * tl.sum(state * q[:, None], 0) + kq * added
+        tl.store(state_ptrs, decay * state + k[:, None] * added[None, :], mask=inside)
+        column = _value_column(head, 1, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, INTERLEAVED)
+        z = tl.load(x_ptr + column + j, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
+        y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE_DIM + eps) * norm * (z * tl.sigmoid(z))
+        out_ptrs = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=j < VALUE_DIM)
+        # Every warp has read the inputs for itself, before one overwrites them.
+        tl.debug_barrier()
+        _keep_window(inputs, inputs_ptr, channel, WIDTH, VALUE_DIM, BLOCK_V, BLOCK_W)
+    _keep_window(q_inputs, inputs_ptr, q_channel, WIDTH, KEY_DIM, BLOCK_K, BLOCK_W)
+    _keep_window(k_inputs, inputs_ptr, k_channel, WIDTH, KEY_DIM, BLOCK_K, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
@@ -324,6 +388,7 @@ def _within_chunks(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """A, P, beta and G of a chunk and value head, by token: [num_tokens, VALUE_HEADS, CHUNK]."""
@@ -351,8 +416,8 @@ def _within_chunks(
     keys = tl.trans(k)
     # Above the diagonal the exponent would be positive, and might be infinite.
     ratio = tl.exp(tl.minimum(g[:, None] - g[None, :], 0.0))
-    a = tl.dot(k, keys, input_precision="ieee") * ratio * beta[:, None]
-    p = tl.dot(q, keys, input_precision="ieee") * ratio
+    a = tl.dot(k, keys, input_precision=PRECISION) * ratio * beta[:, None]
+    p = tl.dot(q, keys, input_precision=PRECISION) * ratio
     own = (token - first_row) * VALUE_HEADS + head  # the rows before have one token each
     at = own[:, None] * CHUNK + t[None, :]
     a = tl.where(t[:, None] > t[None, :], a, 0.0)
@@ -364,19 +429,26 @@ def _within_chunks(
 
 
 @triton.jit
-def _inverse(a_ptr, token0, num_live, head, VALUE_HEADS: tl.constexpr, i: tl.constexpr):
-    """(I + A)^-1 of PART i, i of A, by substitution, row after row."""
-    r = tl.arange(0, PART)
-    t = i * PART + r
+def _inverses(a_ptr, token0, num_live, head, VALUE_HEADS: tl.constexpr):
+    """(I + A)^-1 of the PARTs on A's diagonal, [4, PART, PART], by substitution, row after row."""
+    part = tl.arange(0, 4)[:, None, None] * PART
+    i = tl.arange(0, PART)[None, :, None]
+    j = tl.arange(0, PART)[None, None, :]
     # Transposed, so that a row of A comes as a column of this.
-    at = (token0 + t)[None, :] * (VALUE_HEADS * CHUNK) + head * CHUNK + t[:, None]
-    a = tl.load(a_ptr + at, mask=(t < num_live)[None, :], other=0.0)
-    inverse = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
+    at = (token0 + part + j) * (VALUE_HEADS * CHUNK) + head * CHUNK + part + i
+    a = tl.load(a_ptr + at, mask=(part + j < num_live) & (i >= 0), other=0.0)
+    inverse = tl.where((i == j) & (part >= 0), 1.0, 0.0)
     for n in range(1, PART):
-        row = tl.sum(tl.where(r[None, :] == n, a, 0.0), 1)
-        row = tl.sum(row[:, None] * inverse, 0)
-        inverse -= tl.where(r[:, None] == n, row[None, :], 0.0)
+        row = tl.sum(tl.where(j == n, a, 0.0), 2)
+        row = tl.sum(row[:, :, None] * inverse, 1)
+        inverse -= tl.where(i == n, row[:, None, :], 0.0)
     return inverse
+
+
+@triton.jit
+def _of_diagonal(inverses, n: tl.constexpr):
+    """The n-th of them."""
+    return tl.sum(tl.where(tl.arange(0, 4)[:, None, None] == n, inverses, 0.0), 0)
 
 
 @triton.jit
@@ -390,8 +462,8 @@ def _part(a_ptr, token0, num_live, head, VALUE_HEADS: tl.constexpr, i: tl.conste
 
 
 @triton.jit
-def _mm(x, y):
-    return tl.dot(x, y, input_precision="ieee")
+def _mm(x, y, PRECISION: tl.constexpr):
+    return tl.dot(x, y, input_precision=PRECISION)
 
 
 @triton.jit
@@ -408,7 +480,16 @@ def _put_part(t_ptr, x, beta_ptr, token0, num_live, head, VALUE_HEADS: tl.conste
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
-def _invert(a_ptr, beta_ptr, t_ptr, qo_indptr_ptr, first_row, num_rows, VALUE_HEADS: tl.constexpr):
+def _invert(
+    a_ptr,
+    beta_ptr,
+    t_ptr,
+    qo_indptr_ptr,
+    first_row,
+    num_rows,
+    VALUE_HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """T of a chunk and value head: triangles of PART tokens, then what lies below them."""
     head = tl.program_id(0)
     _, row_begin, q_len, chunk0 = _find_tile(
@@ -419,22 +500,24 @@ def _invert(a_ptr, beta_ptr, t_ptr, qo_indptr_ptr, first_row, num_rows, VALUE_HE
         return
     at = (row_begin + chunk0 - first_row).to(tl.int64)
     V: tl.constexpr = VALUE_HEADS
-    t00 = _inverse(a_ptr, at, n, head, V, 0)
-    t11 = _inverse(a_ptr, at, n, head, V, 1)
-    t22 = _inverse(a_ptr, at, n, head, V, 2)
-    t33 = _inverse(a_ptr, at, n, head, V, 3)
+    P: tl.constexpr = PRECISION
+    inverses = _inverses(a_ptr, at, n, head, V)
+    t00 = _of_diagonal(inverses, 0)
+    t11 = _of_diagonal(inverses, 1)
+    t22 = _of_diagonal(inverses, 2)
+    t33 = _of_diagonal(inverses, 3)
     a10 = _part(a_ptr, at, n, head, V, 1, 0)
     a21 = _part(a_ptr, at, n, head, V, 2, 1)
     a32 = _part(a_ptr, at, n, head, V, 3, 2)
-    t10 = -_mm(t11, _mm(a10, t00))
-    t21 = -_mm(t22, _mm(a21, t11))
-    t32 = -_mm(t33, _mm(a32, t22))
+    t10 = -_mm(t11, _mm(a10, t00, P), P)
+    t21 = -_mm(t22, _mm(a21, t11, P), P)
+    t32 = -_mm(t33, _mm(a32, t22, P), P)
     a20 = _part(a_ptr, at, n, head, V, 2, 0)
     a31 = _part(a_ptr, at, n, head, V, 3, 1)
-    t20 = -_mm(t22, _mm(a20, t00) + _mm(a21, t10))
-    t31 = -_mm(t33, _mm(a31, t11) + _mm(a32, t21))
+    t20 = -_mm(t22, _mm(a20, t00, P) + _mm(a21, t10, P), P)
+    t31 = -_mm(t33, _mm(a31, t11, P) + _mm(a32, t21, P), P)
     a30 = _part(a_ptr, at, n, head, V, 3, 0)
-    t30 = -_mm(t33, _mm(a30, t00) + _mm(a31, t10) + _mm(a32, t20))
+    t30 = -_mm(t33, _mm(a30, t00, P) + _mm(a31, t10, P) + _mm(a32, t20, P), P)
     nothing = tl.zeros([PART, PART], tl.float32)
     _put_part(t_ptr, t00, beta_ptr, at, n, head, V, 0, 0)
     _put_part(t_ptr, nothing, beta_ptr, at, n, head, V, 0, 1)
@@ -475,6 +558,7 @@ def _scan_chunks(
     VALUE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
@@ -519,13 +603,13 @@ def _scan_chunks(
         g_last = tl.load(g_ptr + (row_begin + last - first_row).to(tl.int64) * VALUE_HEADS + head)
         decay = tl.exp(g)[:, None]
         old = state.to(kind)
-        rest = v - decay * tl.dot(k, old, input_precision="ieee")
-        added = tl.dot(solved, rest.to(kind), input_precision="ieee")
+        rest = v - decay * tl.dot(k, old, input_precision=PRECISION)
+        added = tl.dot(solved, rest.to(kind), input_precision=PRECISION)
 
         q = tl.load(k_ptrs - KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
         p = tl.load(p_ptr + square, mask=live[:, None], other=0.0)
-        y = decay * tl.dot(q, old, input_precision="ieee")
-        y = tl.dot(p, added.to(kind), y, input_precision="ieee")
+        y = decay * tl.dot(q, old, input_precision=PRECISION)
+        y = tl.dot(p, added.to(kind), y, input_precision=PRECISION)
         out_ptrs = (
             out_ptr + own[:, None] * VALUE_DIM + j[None, :] + first_row * (VALUE_HEADS * VALUE_DIM)
         )
@@ -533,7 +617,7 @@ def _scan_chunks(
         # Dead tokens have added nothing.
         kept = (added * tl.exp(g_last - g)[:, None]).to(kind)
         state *= tl.exp(g_last)
-        state = tl.dot(tl.trans(k), kept, state, input_precision="ieee")
+        state = tl.dot(tl.trans(k), kept, state, input_precision=PRECISION)
     tl.store(state_ptrs, state, mask=inside)
     if block == 0:
         _keep_head_inputs(
@@ -589,17 +673,13 @@ def delta_net(
         spec.value_dim,
         spec.interleaved,
     )
-    num_tokens, num_decodes = qkvz.shape[0], meta.num_decode_rows
-    channels, width = spec.conv.shape
-    qkv = torch.empty(num_tokens, channels, dtype=qkvz.dtype, device=qkvz.device)
-    out = qkvz.new_empty(num_tokens, spec.num_value_heads * spec.value_dim)
-    if num_decodes:
-        _launch_convolve(qkvz, qkv, meta, state, spec, shape, 1)
+    out = qkvz.new_empty(len(qkvz), spec.num_value_heads * spec.value_dim)
+    if meta.num_decode_rows:
         block_k, block_v = (triton.next_power_of_2(n) for n in (spec.key_dim, spec.value_dim))
-        _decode_delta[(spec.num_value_heads, num_decodes)](
+        _decode_delta[(spec.num_key_heads, meta.num_decode_rows)](
             qkvz,
             ba,
-            qkv,
+            spec.conv,
             state.conv,
             state.recurrent,
             out,
@@ -612,14 +692,16 @@ def delta_net(
             qkvz.stride(0),
             ba.stride(0),
             **shape._asdict(),
-            WIDTH=width,
+            WIDTH=spec.conv.shape[1],
+            BLOCK_W=triton.next_power_of_2(spec.conv.shape[1]),
             BLOCK_K=block_k,
             BLOCK_V=block_v,
-            num_warps=max(1, min(8, block_k * block_v // 2048)),
+            # 128 numbers a thread: few warps, since each loads the vectors for itself, and room
+            # for two programs a core.
+            num_warps=max(1, min(4, block_k * block_v // 4096)),
         )
-    if num_decodes < meta.num_rows:
-        _launch_convolve(qkvz, qkv, meta, state, spec, shape, CONVOLVED)
-        _chunk_rows(qkvz, ba, qkv, out, meta, state, spec, shape)
+    if meta.num_decode_rows < meta.num_rows:
+        _chunk_rows(qkvz, ba, out, meta, state, spec, shape)
     return out
 
 
@@ -629,41 +711,9 @@ def _num_tiles(qkvz: Tensor, meta: BatchMeta, tokens: int) -> int:
     return (len(qkvz) - num_decodes) // tokens + meta.num_rows - num_decodes
 
 
-def _launch_convolve(
-    qkvz: Tensor,
-    qkv: Tensor,
-    meta: BatchMeta,
-    state: LayerState,
-    spec: DeltaNetSpec,
-    shape: Shape,
-    block_t: int,
-) -> None:
-    """The decode rows, in tiles of one token, or the rows after them."""
-    first_row = 0 if block_t == 1 else meta.num_decode_rows
-    tiles = meta.num_decode_rows if block_t == 1 else _num_tiles(qkvz, meta, block_t)
-    _convolve[(2 * spec.num_key_heads + spec.num_value_heads, tiles)](
-        qkvz,
-        spec.conv,
-        state.conv,
-        qkv,
-        meta.qo_indptr,
-        meta.kv_lens,
-        meta.slots,
-        first_row,
-        meta.num_rows,
-        qkvz.stride(0),
-        **shape._asdict(),
-        WIDTH=spec.conv.shape[1],
-        BLOCK_T=block_t,
-        BLOCK_D=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
-        num_warps=1 if block_t == 1 else 4,
-    )
-
-
 def _chunk_rows(
     qkvz: Tensor,
     ba: Tensor,
-    qkv: Tensor,
     out: Tensor,
     meta: BatchMeta,
     state: LayerState,
@@ -676,6 +726,27 @@ def _chunk_rows(
     tiles = _num_tiles(qkvz, meta, CHUNK.value)
     block_k = max(16, triton.next_power_of_2(spec.key_dim))
     block_v = triton.next_power_of_2(spec.value_dim)
+    # Three products of tf32 are as exact as one of float32, on NVIDIA's tensor cores.
+    precision = "tf32x3" if current_arch().name.startswith("sm_") else "ieee"
+    channels, width = spec.conv.shape
+    qkv = torch.empty(len(qkvz), channels, dtype=qkvz.dtype, device=device)
+    _convolve[(2 * spec.num_key_heads + heads, _num_tiles(qkvz, meta, CONVOLVED))](
+        qkvz,
+        spec.conv,
+        state.conv,
+        qkv,
+        meta.qo_indptr,
+        meta.kv_lens,
+        meta.slots,
+        first_row,
+        meta.num_rows,
+        qkvz.stride(0),
+        **shape._asdict(),
+        WIDTH=width,
+        BLOCK_T=CONVOLVED,
+        BLOCK_D=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
+        num_warps=8,
+    )
     square = (num_tokens, heads, CHUNK.value)
     a = torch.empty(square, dtype=torch.float32, device=device)
     t, p = (torch.empty(square, dtype=qkvz.dtype, device=device) for _ in range(2))
@@ -694,11 +765,20 @@ def _chunk_rows(
         meta.num_rows,
         ba.stride(0),
         **shape._asdict(),
+        PRECISION=precision,
         BLOCK_K=block_k,
         num_warps=4,
     )
     _invert[(heads, tiles)](
-        a, beta, t, meta.qo_indptr, first_row, meta.num_rows, VALUE_HEADS=heads, num_warps=2
+        a,
+        beta,
+        t,
+        meta.qo_indptr,
+        first_row,
+        meta.num_rows,
+        VALUE_HEADS=heads,
+        PRECISION=precision,
+        num_warps=2,
     )
     columns = min(VALUE_BLOCK, max(16, block_v))
     _scan_chunks[(triton.cdiv(spec.value_dim, columns), heads, meta.num_rows - first_row)](
@@ -716,7 +796,8 @@ def _chunk_rows(
         first_row,
         qkvz.stride(0),
         **shape._asdict(),
-        WIDTH=spec.conv.shape[1],
+        WIDTH=width,
+        PRECISION=precision,
         BLOCK_K=block_k,
         BLOCK_V=columns,
         BLOCK_VALUE=block_v,
