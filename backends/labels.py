@@ -42,7 +42,7 @@ def table() -> str:
     rows = [["op", *labels], ["---"] * (1 + len(labels))]
     for op in ops:
         cells = (
-            "<br>".join(f"{name}: {', '.join(which)}" for name, which in by_op[op].items())
+            "<br>".join(f"{name}: {', '.join(which) or 'nothing yet'}" for name, which in by_op[op].items())
             if op in by_op
             else ""
             for by_op in labels.values()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.backends import labels
 from stoker.engine import support
 from stoker.http.cli import _parser, main
 from stoker.http.settings import ServerConfig
@@ -39,7 +40,7 @@ def models_table() -> str:
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
-TABLES = {"settings": settings_table, "models": models_table}
+TABLES = {"settings": settings_table, "models": models_table, "backends": labels.table}
 
 
 @pytest.mark.parametrize("name", TABLES)

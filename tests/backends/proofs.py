@@ -8,10 +8,11 @@ A test that passes earns labels in one of two ways:
 They go to a file of lines, which processes that a test starts inherit by STOKER_PROOFS. At the end
 of a whole run `test_labels.py` compares them with the committed labels, and
 
-    python tests/backends/proofs.py [REPORT.json ...]
+    python tests/backends/proofs.py [TESTS, as for pytest]
 
-runs the folder and writes labels.json. "ran" on a device that is not here comes from the reports of
-`stoker check-backend` in tests/data/reports.
+runs the folder and writes labels.json; or it runs some tests, and adds what they prove to what is
+there. "ran" on a device that is not here comes from the reports of `stoker check-backend` in
+tests/data/reports.
 """
 
 import importlib
@@ -84,18 +85,35 @@ def earned(proofs: set[Proof]) -> labels.Labels:
     return out
 
 
-def main() -> int:
-    """Run the folder's tests, then write the labels that they earned."""
+def write(found: labels.Labels) -> None:
+    """A line an op."""
+    backends = []
+    for backend, by_op in found.items():
+        lines = (f"  {json.dumps(op)}: {json.dumps(known)}" for op, known in by_op.items())
+        backends.append(f" {json.dumps(backend)}: {{\n" + ",\n".join(lines) + "\n }")
+    labels.PATH.write_text("{\n" + ",\n".join(backends) + "\n}\n")
+
+
+def main(tests: list[str]) -> int:
+    """Run tests, then write the labels that they earned."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-        command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).parent)]
+        command = [sys.executable, "-m", "pytest", "-q", *(tests or [str(Path(__file__).parent)])]
         command += ["--deselect", str(Path(__file__).with_name("test_labels.py"))]
         done = subprocess.run(command, env={**os.environ, VARIABLE: file.name})
         if done.returncode:
             return done.returncode
-        found = earned(read(file.name) | reported())
-    labels.PATH.write_text(json.dumps(found, indent=1) + "\n")
+        proofs = read(file.name) | reported()
+    if tests:
+        proofs |= {
+            (backend, op, provider, label)
+            for backend, by_op in labels.load().items()
+            for op, by_provider in by_op.items()
+            for provider, known in by_provider.items()
+            for label in known
+        }
+    write(earned(proofs))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
