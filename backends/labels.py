@@ -42,10 +42,12 @@ def table() -> str:
     rows = [["op", *labels], ["---"] * (1 + len(labels))]
     for op in ops:
         cells = (
-            "<br>".join(f"{name}: {', '.join(which) or 'nothing yet'}" for name, which in by_op[op].items())
-            if op in by_op
-            else ""
+            "<br>".join(f"{name}: {_shown(which)}" for name, which in by_op.get(op, {}).items())
             for by_op in labels.values()
         )
         rows.append([f"`{op}`", *cells])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def _shown(which: list[str]) -> str:
+    return ", ".join(which) or "nothing yet"
