@@ -25,7 +25,7 @@ class PlainCodes:
 
     Attributes:
         block: (rows, columns) that share a scale; 0 is all of them.
-        activations, is_static: see `QuantizedWeight` and `Fp8`.
+        activations: see `QuantizedWeight`.
     """
 
     kind: Literal["fp8", "int8"]
