@@ -297,6 +297,18 @@ def test_quantized_products_compile(target):
     for kernel in products:
         assert kernel.matrix_instructions > 0, kernel
         assert kernel.spilled <= MAX_SPILL, kernel
+    compiled.prove()
+
+
+def test_small_and_large_pools_are_read_by_other_instructions():
+    """What AMD's compiler makes of pools below 2 GiB and beyond: both are compiled in tests."""
+    spec, meta = AttentionSpec(32, 8, 128, 128**-0.5), batch(64, [])
+    q = meta_tensor(64, 32, 128, dtype=torch.bfloat16)
+    with CompileOnly("gfx942") as compiled:
+        for num_pages in (1 << 10, 1 << 17):
+            attention.attend(q, meta, pool(num_pages, spec, torch.bfloat16), spec)
+    small, large = (k.buffer_loads for k in compiled.kernels if k.name == "_decode")
+    assert small > large
 
 
 def test_a_tile_that_is_too_large_is_found():
