@@ -387,6 +387,7 @@ def test_a_layer_op_by_op_is_the_same(case, tmp_path, make_hf_model, loop, float
         "olmo2",
         "starcoder2",
         "cohere norms of q and k",
+        "qwen3.5",
     ],
 )
 def test_bfloat16_is_near_float32(case, tmp_path, make_hf_model, loop):
