@@ -94,8 +94,11 @@ BROKEN = {
     r"'MistarlForCausalLM' is not supported \(nearest: MistralForCausalLM\).*Qwen3": (
         lambda f: change(f / "config.json", architectures=["MistarlForCausalLM"])
     ),
-    "quantization 'awq'": (
-        lambda f: change(f / "config.json", quantization_config={"quant_method": "awq"})
+    "quantization_config: quant_method 'quark' is not supported; there are fp8, compressed-ten": (
+        lambda f: change(f / "config.json", quantization_config={"quant_method": "quark"})
+    ),
+    "quantization_config must be an object, not 'awq'": (
+        lambda f: change(f / "config.json", quantization_config="awq")
     ),
     "hidden_size must be a positive integer, not '64'": (
         lambda f: change(f / "config.json", hidden_size="64")
