@@ -65,8 +65,11 @@ class IpexOps:
             return "archived in 2026: --attention-backend ipex asks for it"
         if page_size not in PAGE_SIZES:
             return f"it wants --page-size {', '.join(map(str, PAGE_SIZES))}, not {page_size}"
+        specs = tuple(specs)
         if any(spec.sinks is not None for spec in specs):
             return "it has no sinks"
+        if any(spec.window == 1 for spec in specs):
+            return "it takes a window of one token for none"
         return None
 
     def from_nhd(self, cache: LayerCache) -> LayerCache:

@@ -79,6 +79,7 @@ def _transposed(weights: ExpertWeights) -> ExpertWeights:
 class XpuProvider:
     """Where the package runs."""
 
+    needs_finite_cache = True  # nothing says that it masks what it reads of a page's tail
     callables: tuple[package.Callable, ...]
 
     def __init__(self) -> None:
@@ -113,9 +114,10 @@ class XpuKernelOps(XpuProvider):
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """flash_attn_varlen_func over pages.
 
-        Trees, float32, heads of other sizes and odd pages are ours.
+        Trees, float32, heads of other sizes, odd pages, and a window of one token, which its own
+        reference takes for none, are ours.
         """
-        is_served = meta.tree_mask is None and q.dtype in HALVES
+        is_served = meta.tree_mask is None and spec.window != 1 and q.dtype in HALVES
         if not is_served or spec.head_dim not in HEAD_DIMS or meta.page_size % PAGE_MULTIPLE:
             return self._ours.attend(q, meta, cache, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
