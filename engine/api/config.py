@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
     )
     quantization: Literal["fp8", "int8", "int4"] | None = option(
         None,
-        "round the weights of linears when they are loaded (fp8 and int8: activations, too); not for "
+        "round the weights of linears when they are loaded (fp8, int8: inputs, too); not for "
         "checkpoints that are quantized already",
         "model",
     )
