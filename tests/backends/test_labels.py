@@ -23,7 +23,7 @@ def test_every_op_has_a_label():
 def test_no_label_is_better_than_what_was_proved(request):
     ran = {item.path.name for item in request.session.items}
     wanted = {path.name for path in HERE.glob("test_*.py")}
-    if ran < wanted or request.config.option.keyword or request.session.testsfailed:
+    if not ran >= wanted or request.config.option.keyword or request.session.testsfailed:
         pytest.skip("only a whole run of tests/backends proves all labels")
     found = proofs.earned(proofs.read(os.environ[proofs.VARIABLE]) | proofs.reported())
     assert found == labels.load(), STALE
