@@ -114,11 +114,17 @@ class XpuKernelOps(XpuProvider):
     def attend(self, q: Tensor, meta: BatchMeta, cache: LayerCache, spec: AttentionSpec) -> Tensor:
         """flash_attn_varlen_func over pages.
 
-        Trees, float32, heads of other sizes, odd pages, and a window of one token, which its own
-        reference takes for none, are ours.
+        Trees, float32, heads of other sizes, odd pages are ours; so are softcaps, which only its
+        reference in plain torch knows, and windows of one token, which that takes for none.
         """
-        is_served = meta.tree_mask is None and spec.window != 1 and q.dtype in HALVES
-        if not is_served or spec.head_dim not in HEAD_DIMS or meta.page_size % PAGE_MULTIPLE:
+        if (
+            meta.tree_mask is not None
+            or q.dtype not in HALVES
+            or spec.head_dim not in HEAD_DIMS
+            or meta.page_size % PAGE_MULTIPLE
+            or spec.softcap is not None
+            or spec.window == 1
+        ):
             return self._ours.attend(q, meta, cache, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         k_scale = v_scale = None
@@ -142,12 +148,11 @@ class XpuKernelOps(XpuProvider):
             softmax_scale=spec.scale,
             causal=True,
             window_size=[-1, -1] if spec.window is None else [spec.window - 1, 0],
-            softcap=spec.softcap or 0.0,
             block_table=meta.plans[TABLES],
             out=out,
             k_descale=k_scale,
             v_descale=v_scale,
-            s_aux=spec.sinks,
+            s_aux=None if spec.sinks is None else spec.sinks.to(q.dtype),
         )
         return out.flatten(1)
 

@@ -88,7 +88,7 @@ flash_attn_varlen_func = Callable(
     "flash_attn_varlen_func",
     f"{MODULE}.flash_attn_interface",
     "q k v max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale causal window_size "
-    "softcap block_table out k_descale v_descale s_aux",
+    "block_table out k_descale v_descale s_aux",
 )
 XpuFusedMoe = Callable(
     "XpuFusedMoe",

@@ -97,6 +97,8 @@ def varlen_fwd(
     q_lens = cu_seqlens_q.diff()
     assert q_lens.max() <= max_seqlen_q and seqused_k.max() <= max_seqlen_k
     assert (k_scale is None) == (k.dtype == q.dtype)
+    assert softcap == 0.0  # it takes one, and does not pass it on to its kernels
+    assert softmax_sink is None or softmax_sink.dtype == q.dtype  # read as such, unchecked
     for scale in (k_scale, v_scale):
         assert scale is None or scale.shape == (len(q_lens), k.shape[2])
     own = importlib.import_module(f"{package.MODULE}.flash_attn_interface")
