@@ -30,12 +30,13 @@ GRAPHS = "STOKER_XPU_GRAPHS"
 
 def facts(properties: Any) -> DeviceFacts:
     """Of torch.xpu.get_device_properties."""
+    is_alchemist = "Arc(TM) A" in properties.name  # vLLM refuses bfloat16 there, as broken
     return DeviceFacts(
         arch=str(properties.name),
         warp_size=max(getattr(properties, "sub_group_sizes", None) or (32,)),
         shared_bytes=getattr(properties, "local_mem_size", 65_536),
         dist_backend="xccl",
-        has_bf16=getattr(properties, "has_bfloat16_conversions", True),
+        has_bf16=getattr(properties, "has_bfloat16_conversions", True) and not is_alchemist,
         fp8=torch.float8_e4m3fn,
         fp8_max=448.0,
         expert_layout="E,K,N",

@@ -72,6 +72,12 @@ def test_the_device(sycl, monkeypatch):
     assert runtime.memory() == (4, 9)
 
 
+def test_an_arc_a770_has_float16(sycl, monkeypatch):
+    old = SimpleNamespace(**{**vars(PROPERTIES), "name": "Intel(R) Arc(TM) A770 Graphics"})
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: old)
+    assert xpu.runtime().default_dtype(torch.bfloat16) == torch.float16
+
+
 def test_auto_takes_xpu_where_cuda_and_rocm_say_no(sycl):
     backend = registry.select("auto")
     assert backend.runtime.name == "xpu"
