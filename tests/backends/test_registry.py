@@ -172,6 +172,9 @@ def test_what_was_never_run_says_so(backends, monkeypatch, caplog):
     known = {"three": {"attend": {"fast": ["emulated"], "plain": ["ran"]}}}
     monkeypatch.setattr(labels, "load", lambda: known)
     registry.select("three")
+    assert "never run" not in caplog.text
+    monkeypatch.setattr(registry, "NEVER_SEEN", ("three",))
+    registry.select("three")
     assert "three was never run on its own devices" in caplog.text
     caplog.clear()
     registry.select("three", {"attend": "plain"})
