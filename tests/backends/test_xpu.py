@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import aiter_package
+import old_triton_xpu
 import pytest
 import torch
 import xpu_package
@@ -167,11 +168,20 @@ SELECTED = (
 
 def test_the_contract_s_checks_on_its_schemas_and_python():
     xpu_package.unpacked()
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    names = [str(HERE / name) for name in ("test_contract.py", "xpu_cases.py")]
-    options = ["-q", "-W", "ignore", "-p", "xpu_emulated", "-k", SELECTED]
+    options = ["-p", "xpu_emulated", "-k", SELECTED]
+    passes([*options, str(HERE / "test_contract.py"), str(HERE / "xpu_cases.py")])
+
+
+def test_our_kernels_compile_for_intel_gpus():
+    folder = old_triton_xpu.unpacked()
+    passes(["-p", "old_triton_xpu", str(HERE / "xpu_compiled.py")], folder)
+
+
+def passes(arguments, *folders):
+    """In a process of its own, which finds packages in these folders first."""
+    path = os.pathsep.join(map(str, [*folders, HERE, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *names],
+        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *arguments],
         cwd=HERE.parents[1],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
