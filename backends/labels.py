@@ -3,7 +3,8 @@
 Labels, the best first:
     ran             on the backend's own device, against float64
     interpreted     its Triton kernels in Triton's interpreter on a CPU, against float64
-    compiled        its Triton kernels to machine code of the backend's GPUs, within their limits
+    compiled        its Triton kernels to machine code of the backend's GPUs (for Intel's, SPIR-V),
+                    within their limits
     emulated        our code and the vendor's Python ran, native kernels replaced by plain torch
     signature-only  our calls bind to the vendor's signatures
 
