@@ -1,12 +1,12 @@
 """AITER beyond the contract's checks; run by `test_aiter.py`, with the package emulated."""
 
-import importlib.util
+import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import aiter_emulated
 import aiter_package
 import pytest
+import tiny_model
 import torch
 from proofs import prove
 
@@ -20,10 +20,8 @@ from stoker.backends.api import (
     QuantizedWeight,
 )
 from stoker.backends.contract.cases import ORACLE, AttentionCase, build_attention, oracle_inputs
-from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.backends.quantized import dequantize
 from stoker.backends.rocm import fp8, package, warm
-from stoker.engine.models.registry import build, parse_config
 
 OPS = rocm.AiterOps()
 assert OPS.probe(aiter_emulated.RUNTIME) is None
@@ -199,26 +197,7 @@ def test_a_version_with_another_signature_is_a_reason(monkeypatch):
 
 
 def test_a_tiny_model_says_the_same_as_on_the_cpu():
-    """Greedy tokens of float16 on AITER's ops, and of float32 in plain torch."""
-    folder = Path(__file__).parents[1] / "models"
-    spec = importlib.util.spec_from_file_location("models_loop", folder / "conftest.py")
-    helper = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helper)
-    shape = {**helper.SHAPE, "num_hidden_layers": 2, "head_dim": 32}
-    config = parse_config({"architectures": ["LlamaForCausalLM"], **shape})
     backend = registry.assemble(rocm, aiter_emulated.RUNTIME, {"linear": "torch"})
-    prompts, said = [list(range(3, 24)), [7], list(range(60, 80))], []
-    for ops, dtype in ((TorchOps(), torch.float32), (backend.ops, torch.float16)):
-        model = build(config, ops, torch.device("cpu"), dtype)
-        generator = torch.Generator().manual_seed(1)
-        of = {
-            n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in model.shapes.items()
-        }
-        of = {n: x.abs() if len(x.shape) == 1 else x for n, x in of.items()}
-        model.load((name, x.to(dtype)) for name, x in of.items())
-        loop = helper.Loop(model, 3, 64, 16)
-        loop.caches = [LayerCache(*(x.to(dtype) for x in cache)) for cache in loop.caches]
-        CALLED.clear()
-        said.append(loop.greedy(prompts, [4, 4, 4], chunk=16))
+    CALLED.clear()
+    assert tiny_model.says_the_same(backend.ops)
     assert "unified_attention" in CALLED
-    assert said[0] == said[1]

@@ -4,6 +4,7 @@ import importlib
 from dataclasses import replace
 
 import pytest
+import tiny_model
 import torch
 import xpu_emulated
 import xpu_package
@@ -170,3 +171,10 @@ def test_libraries_for_another_torch_are_a_reason(monkeypatch):
     monkeypatch.setattr(package.importlib, "import_module", broken)
     reason = package.reason_against()
     assert "cannot be imported beside torch" in reason and reason.endswith("symbol: _ZN3c10")
+
+
+def test_a_tiny_model_says_the_same_as_on_the_cpu():
+    backend = registry.assemble(xpu, xpu_emulated.RUNTIME, {"linear": "torch"})
+    CALLED.clear()
+    assert tiny_model.says_the_same(backend.ops)
+    assert CALLED >= {"varlen_fwd", "rotary_embedding", "reshape_and_cache_flash"}
