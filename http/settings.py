@@ -33,6 +33,7 @@ from ..engine.text.formats import REASONING_PARSERS, TOOL_PARSERS
 
 ENV_PREFIX = "STOKER_"
 SECRETS = ("api_key", "admin_key")
+NO_FIELDS = ("STOKER_CACHE", "STOKER_XPU_GRAPHS")  # variables that are read where they are needed
 
 Texts = Annotated[tuple[str, ...], NoDecode]  # a repeated flag; a,b,c in the environment
 if typing.TYPE_CHECKING:
@@ -261,9 +262,10 @@ def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def unknown_variables() -> list[str]:
-    """STOKER_* variables that no field reads: most likely misspelt."""
-    known = {ENV_PREFIX + name.upper() for name in ServerConfig.model_fields}
-    return sorted(v for v in os.environ if v.startswith(ENV_PREFIX) and v.upper() not in known)
+    """STOKER_* variables that nothing reads: most likely misspelt."""
+    fields = {ENV_PREFIX + name.upper() for name in ServerConfig.model_fields}
+    names = (v for v in os.environ if v.startswith(ENV_PREFIX) and v not in NO_FIELDS)
+    return sorted(name for name in names if name.upper() not in fields)
 
 
 def _help(config: type[EngineConfig], name: str) -> str:
@@ -275,7 +277,7 @@ def _help(config: type[EngineConfig], name: str) -> str:
 
 def _kind(annotation: Any) -> tuple[type, Sequence[str]]:
     """The plain type behind an annotation, and its choices where it is a Literal."""
-    if typing.get_origin(annotation) is types.UnionType:
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # Literal | None: Union
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     if typing.get_origin(annotation) is Literal:
         return str, typing.get_args(annotation)

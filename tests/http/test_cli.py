@@ -142,6 +142,16 @@ def test_wrong_files(tmp_path, monkeypatch):
     assert unknown_variables() == ["STOKER_PROT"]
 
 
+def test_no_variable_that_is_read_is_called_unknown(monkeypatch):
+    package = Path(cli.__file__).resolve().parents[1]
+    files = [f for part in ("engine", "backends", "http") for f in (package / part).rglob("*.py")]
+    names = {name for f in files for name in re.findall(r"STOKER_[A-Z_]+", f.read_text())}
+    assert {"STOKER_CACHE", "STOKER_CHECK", "STOKER_XPU_GRAPHS"} <= names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == []
+
+
 def test_the_environment_is_read_by_load_config_only(monkeypatch):
     monkeypatch.setenv("STOKER_PORT", "2")
     assert ServerConfig().port == 8000
@@ -155,6 +165,7 @@ def test_help_is_grouped(capsys):
     groups = {field.json_schema_extra["group"] for field in ServerConfig.model_fields.values()}
     for group in groups:
         assert f"\n{group}:\n" in text
+    assert "--quantization {fp8,int8,int4}" in text
     with pytest.raises(SystemExit):
         cli.main(["chat", "--help"])
     text = capsys.readouterr().out
