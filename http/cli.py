@@ -251,10 +251,14 @@ def _check_backend(arguments: argparse.Namespace) -> int:
     from ..backends.api import BackendError
     from ..backends.contract.report import check_backend
 
-    report = None
+    report, path = None, Path(arguments.report)
     flags = (arguments.backend, arguments.op, arguments.provider, arguments.case)
     try:
-        for report in check_backend(*flags):
+        for report in check_backend(*flags):  # the first is before any op
+            try:
+                path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+            except OSError as error:
+                raise StartError(f"--report {path}: {error.strerror}") from None
             if not report.ops:
                 print("op                provider       used  passed  error  seconds")
                 continue
@@ -271,8 +275,7 @@ def _check_backend(arguments: argparse.Namespace) -> int:
     for name, reason in report.skipped.items():
         print(f"not checked: {name}: {reason}")
     print(f"{report.backend} on {report.device}: {'all right' if report.is_good else 'FAILED'}"
-          f" (an error of 1 is what is allowed); the report is in {arguments.report}")  # fmt: skip
-    Path(arguments.report).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+          f" (an error of 1 is what is allowed); the report is in {path}")  # fmt: skip
     return 0 if report.is_good else 1
 
 

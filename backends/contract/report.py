@@ -103,7 +103,7 @@ def check_backend(
         case: only checks whose names contain it.
 
     Raises:
-        BackendError: the backend cannot run here, or there is no such op or provider.
+        BackendError: the backend cannot run here, or there is no such op, provider or case.
     """
     backend = registry.select(name)
     runtime = backend.runtime
@@ -114,6 +114,8 @@ def check_backend(
             raise BackendError(
                 f"no {min(unknown)} is checked, there are {', '.join(sorted(there))}"
             )
+    if not any(case in str(check) for check in checks()):
+        raise BackendError(f"no case contains {case!r}")
     reasons = {name: provider.probe(runtime) for name, provider in known.items()}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     able = [known[name] for name in known if name not in skipped and name in (providers or known)]

@@ -1,5 +1,6 @@
 """`stoker check-backend`: it finds what is wrong, goes on, and tells so by its exit code."""
 
+import contextlib
 import json
 
 import proofs
@@ -7,6 +8,7 @@ import pytest
 
 from stoker.backends import cpu
 from stoker.backends.api import BackendError
+from stoker.backends.contract import report as report_module
 from stoker.backends.contract.report import check_backend
 from stoker.backends.reference import ReferenceOps
 from stoker.http.cli import main
@@ -70,4 +72,35 @@ def test_what_is_not_there():
         list(check_backend("cpu", ["rms_nrom"]))
     with pytest.raises(BackendError, match="no aiter is checked, there are native, torch"):
         list(check_backend("cpu", providers=["aiter"]))
+    with pytest.raises(BackendError, match="no case contains 'nope'"):
+        list(check_backend("cpu", case="nope"))
     assert main(["check-backend", "--backend", "rocm"]) == 2
+
+
+def test_where_no_report_can_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_module, "_run", lambda *_: pytest.fail("it was known before"))
+    path = tmp_path / "missing" / "report.json"
+    assert main(["check-backend", "--backend", "cpu", "--report", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_wrong_case_leaves_the_last_report(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    flags = ["--backend", "cpu", "--case", "nope", "--report", str(path)]
+    assert main(["check-backend", *flags]) == 2 and path.read_text() == "{}"
+
+
+def test_an_interrupted_check_leaves_a_report(tmp_path, monkeypatch):
+    def interrupted(result, *_):
+        if result.op == "gelu_and_mul":
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(report_module, "_run", interrupted)
+    path = tmp_path / "report.json"
+    flags = ["--backend", "cpu", "--provider", "torch", "--report", str(path)]
+    with contextlib.suppress(KeyboardInterrupt):
+        main(["check-backend", *flags])
+    done = [row["op"] for row in json.loads(path.read_text())["ops"]]
+    assert done and "gelu_and_mul" not in done
