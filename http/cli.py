@@ -25,12 +25,16 @@ from .logs import set_up_logging
 from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from ..engine import AsyncEngine
 
 log = logging.getLogger("stoker")
 
 EXIT_USAGE = 2
 EXIT_ENGINE_DEAD = 70  # sysexits.h calls it EX_SOFTWARE
+PIPE_WIDTH = 1000  # columns
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,19 +228,16 @@ def _warm(arguments: argparse.Namespace) -> None:
 
 
 def _backends(_: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..backends.registry import describe
 
-    console = Console()
+    console = _console()
     tables: dict[str, Table] = {}
     for row in describe():
         if not row.op:  # the backend as a whole cannot run
             console.print(row.reason, highlight=False, soft_wrap=True)
             continue
         name = f"backend {row.backend} on {row.device}"
-        table = tables.setdefault(name, Table("op", "provider", "state", "verified"))
+        table = tables.setdefault(name, _table("op", "provider", "state", "verified"))
         table.add_row(row.op, row.provider, row.reason or "used", row.labels)
     for name, table in tables.items():
         console.print(name, highlight=False, soft_wrap=True)
@@ -280,15 +281,12 @@ def _check_backend(arguments: argparse.Namespace) -> int:
 
 
 def _models(_: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..engine import support
 
-    table = Table(*support.COLUMNS)
+    table = _table(*support.COLUMNS)
     for row in support.rows():
         table.add_row(*row)
-    Console().print(table)
+    _console().print(table)
 
 
 def _version(_: argparse.Namespace) -> None:
@@ -296,6 +294,20 @@ def _version(_: argparse.Namespace) -> None:
 
 
 # --- the parts that commands share ---
+
+
+def _console() -> "Console":
+    """stdout; where it is no terminal, a table there has a line a row, however long."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def _table(*columns: str) -> "Table":
+    """Cells are wrapped, never cut."""
+    from rich.table import Column, Table
+
+    return Table(*(Column(name, overflow="fold") for name in columns))
 
 
 def _config(arguments: argparse.Namespace, **defaults: Any) -> ServerConfig:

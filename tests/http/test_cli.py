@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.engine import support
 from stoker.engine.api.config import EngineConfig
 from stoker.engine.api.errors import StartError
 from stoker.http import cli
@@ -172,6 +173,16 @@ def test_help_is_grouped(capsys):
     assert "--api-key-file" not in text
     for name in EngineConfig.model_fields.keys() - {"model"}:
         assert "--" + name.replace("_", "-") in text
+
+
+def test_tables_are_whole_where_they_are_piped(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["models"]) == 0
+    text = capsys.readouterr().out
+    cells = [tuple(cell.strip() for cell in line.split("│")[1:-1]) for line in text.splitlines()]
+    assert [row for row in cells if row] == support.rows()
+    assert cli.main(["backends"]) == 0
+    assert "…" not in capsys.readouterr().out
 
 
 # --- the command as a process ---
