@@ -23,6 +23,7 @@ import orjson
 
 from ..engine.api.errors import StartError
 from ..engine.api.messages import Stats
+from .flag_types import non_negative_int, positive, positive_int, share_or_zero
 from .overhead import overhead
 
 if TYPE_CHECKING:
@@ -66,11 +67,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--url", default="http://127.0.0.1:8000", help="base URL (default: %(default)s)")
     add("--key", help="API key")
     add("--model", help="name of the model; the server's first by default")
-    add("--rate", type=float, help="requests a second (open loop)")
+    add("--rate", type=positive, help="requests a second (open loop)")
     add("--arrivals", choices=("poisson", "constant"), default="poisson", help="with --rate")
-    add("--concurrency", type=int, default=16, help="requests under way without --rate")
-    add("--goodput-ttft-ms", type=float, help="a good request's longest TTFT")
-    add("--goodput-tpot-ms", type=float, help="a good request's longest TPOT")
+    add("--concurrency", type=positive_int, default=16, help="requests under way without --rate")
+    add("--goodput-ttft-ms", type=positive, help="a good request's longest TTFT")
+    add("--goodput-tpot-ms", type=positive, help="a good request's longest TPOT")
     add("--json", type=Path, help="write the result to this file")
     add("--plot", type=Path, help="draw TTFT and ITL over time into this PNG (needs matplotlib)")
     _add_load_flags(parser)
@@ -84,13 +85,26 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_load_flags(parser: argparse.ArgumentParser, seed_flag: str = "--seed") -> None:
     add = parser.add_argument
-    add("--requests", type=int, default=64, help="how many (default: %(default)s)")
-    add("--prompt-len", type=int, default=128, help="tokens a prompt (default: %(default)s)")
-    add("--output-len", type=int, default=64, help="tokens an answer (default: %(default)s)")
-    add("--prefix-len", type=int, default=0, help="tokens that all prompts begin with")
-    add("--spread", type=float, default=0.0, help="lengths vary by this share, 0 to 1")
+    add("--requests", type=positive_int, default=64, help="how many (default: %(default)s)")
     add(
-        "--vocab", type=int, default=32000, help="prompts use ids below this (default: %(default)s)"
+        "--prompt-len",
+        type=positive_int,
+        default=128,
+        help="tokens a prompt (default: %(default)s)",
+    )
+    add(
+        "--output-len",
+        type=positive_int,
+        default=64,
+        help="tokens an answer (default: %(default)s)",
+    )
+    add("--prefix-len", type=non_negative_int, default=0, help="tokens that all prompts begin with")
+    add("--spread", type=share_or_zero, default=0.0, help="lengths vary by this share, 0 to 1")
+    add(
+        "--vocab",
+        type=positive_int,
+        default=32000,
+        help="prompts use ids below this (default: %(default)s)",
     )
     add(seed_flag, dest="load_seed", type=int, default=0, help="same seed, same load")
 

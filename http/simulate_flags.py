@@ -4,14 +4,13 @@ Runs on: loop.
 """
 
 import argparse
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import create_model
 
 from ..engine.api.config import EngineConfig
+from .flag_types import non_negative, non_negative_int, positive, positive_int, share
 from .settings import add_flags
 
 GROUPS = ("scheduling", "memory")  # of the engine's settings, those that a simulation heeds,
@@ -40,7 +39,7 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--request-ms",
-        type=_non_negative,
+        type=non_negative,
         help="what a request takes outside the engine, HTTP and client (default: 3.8)",
     )
 
@@ -48,37 +47,40 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="serve these requests (JSONL, docs/simulate.md)")
     add(
         "--block-size",
-        type=_positive_int,
+        type=positive_int,
         default=512,
         help="tokens that a prefix id of the trace stands for (default: %(default)s)",
     )
-    add("--requests", type=_positive_int, default=256, help="how many (default: %(default)s)")
-    add("--rate", type=_positive, help="requests a second (open loop)")
+    add("--requests", type=positive_int, default=256, help="how many (default: %(default)s)")
+    add("--rate", type=positive, help="requests a second (open loop)")
     add(
         "--burstiness",
-        type=_positive,
+        type=positive,
         default=1.0,
         help="with --rate: shape of the gamma law between arrivals; 1 is Poisson, less comes in "
         "bursts, inf is a clock (default: %(default)s)",
     )
-    add("--concurrency", type=_positive_int, help="requests under way (closed loop)")
+    add("--concurrency", type=positive_int, help="requests under way (closed loop)")
     laws = "a number, uniform:LOW:HIGH, normal:MEAN:STD, lognormal:MEDIAN:SIGMA, exponential:MEAN"
     for name, default in (("prompt", "512"), ("output", "128")):
         text = f"tokens of a {name}: {laws} (default: %(default)s)"
         add(f"--{name}-len", type=_lengths, default=default, help=text)
     add(
-        "--prefix-len", type=int, default=0, help="tokens before a prompt that others share with it"
+        "--prefix-len",
+        type=non_negative_int,
+        default=0,
+        help="tokens before a prompt that others share with it",
     )
-    add("--num-prefixes", type=_positive_int, default=1, help="how many such prefixes there are")
+    add("--num-prefixes", type=positive_int, default=1, help="how many such prefixes there are")
     add(
         "--max-tokens",
-        type=_positive_int,
+        type=positive_int,
         help="limit that clients ask for; answers end before it by a stop token",
     )
     add("--load-seed", type=int, default=0, help="same seed, same load")
 
     add = parser.add_argument_group("fleet").add_argument
-    add("--engines", type=_positive_int, default=1, help="how many (default: %(default)s)")
+    add("--engines", type=positive_int, default=1, help="how many (default: %(default)s)")
     add(
         "--router",
         choices=ROUTERS,
@@ -87,11 +89,11 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     )
 
     add = parser.add_argument_group("result").add_argument
-    add("--slo-ttft-ms", type=_positive, help="a good request's longest TTFT")
-    add("--slo-tpot-ms", type=_positive, help="a good request's longest TPOT")
+    add("--slo-ttft-ms", type=positive, help="a good request's longest TTFT")
+    add("--slo-tpot-ms", type=positive, help="a good request's longest TPOT")
     add(
         "--find-rate",
-        type=_share,
+        type=share,
         metavar="SHARE",
         help="search the highest rate at which this share of the requests is good, as 0.99; --rate "
         "is where the search begins",
@@ -108,28 +110,6 @@ def _simulated_config() -> type[EngineConfig]:
         if name in ALSO or (extra["group"] in GROUPS and name not in UNSIMULATED):
             fields[name] = (info.annotation, info)
     return create_model("SimulatedConfig", **fields)
-
-
-# ---- flag types ------------------------------------------------------------------------------
-
-
-def _checked(convert: Callable[[str], Any], is_good: Callable[[Any], bool], want: str) -> Any:
-    def read(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not is_good(value):
-            raise argparse.ArgumentTypeError(f"want {want}, got {text!r}")
-        return value
-
-    return read
-
-
-_positive = _checked(float, lambda x: x > 0, "a positive number")
-_non_negative = _checked(float, lambda x: 0 <= x < math.inf, "a number of 0 or more")
-_positive_int = _checked(int, lambda x: x > 0, "a positive integer")
-_share = _checked(float, lambda x: 0 < x <= 1, "a share from 0 to 1")
 
 
 def _lengths(text: str) -> Any:

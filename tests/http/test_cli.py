@@ -175,6 +175,30 @@ def test_help_is_grouped(capsys):
         assert "--" + name.replace("_", "-") in text
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--vocab", "0"),
+        ("--requests", "0"),
+        ("--prompt-len", "-4"),
+        ("--output-len", "0"),
+        ("--prefix-len", "-1"),
+        ("--spread", "2"),
+        ("--concurrency", "0"),
+        ("--rate", "0"),
+        ("--rate", "nan"),
+    ],
+)
+def test_a_benchmark_without_sense_is_refused(flag, value, capsys):
+    for command in ("serve", "offline"):
+        if command == "offline" and flag in ("--concurrency", "--rate"):
+            continue
+        with pytest.raises(SystemExit) as end:
+            cli.main(["bench", command, flag, value])
+        assert end.value.code == 2
+        assert f"argument {flag}: want a" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_tables_are_whole_where_they_are_piped(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert cli.main(["models"]) == 0
