@@ -9,13 +9,14 @@ from typing import Any, cast
 
 from pydantic import create_model
 
-from ..engine.api.config import EngineConfig
+from ..engine.api.config import EngineConfig, option
 from .flag_types import non_negative, non_negative_int, positive, positive_int, share
 from .settings import add_flags
 
 GROUPS = ("scheduling", "memory")  # of the engine's settings, those that a simulation heeds,
 UNSIMULATED = ("kv_cache_dtype", "window_kv_ratio", "state_snapshots")  # but for these,
 ALSO = ("model", "max_model_len", "dtype", "queue_timeout", "seed", "check")  # and these
+MODEL = "a config.json, its folder, or a known shape (qwen3-8b, ...; a wrong name lists them)"
 ROUTERS = ("round-robin", "least-loaded", "cache-aware")
 
 
@@ -27,8 +28,8 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_mutually_exclusive_group(required=True).add_argument
     add(
         "--card",
-        help="compute a step's time from this card's roofline (H200, MI300X, ...) and the shape of "
-        "MODEL (llama-3.1-8b, ..., a config.json, its folder); a wrong name lists the right ones",
+        help="compute a step's time from this card's roofline (H200, MI300X, ...; a wrong name "
+        "lists the right ones) and the shape of MODEL",
     )
     add(
         "--steps",
@@ -109,6 +110,7 @@ def _simulated_config() -> type[EngineConfig]:
         extra = cast("dict[str, str]", info.json_schema_extra)
         if name in ALSO or (extra["group"] in GROUPS and name not in UNSIMULATED):
             fields[name] = (info.annotation, info)
+    fields["model"] = (str, option(EngineConfig.model_fields["model"].default, MODEL, "model"))
     return create_model("SimulatedConfig", **fields)
 
 
