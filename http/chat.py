@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import aiohttp
 import orjson
 
-from ..engine.api.errors import EngineError, RequestError, StokerError
+from ..engine.api.errors import EngineError, RequestError, StartError, StokerError
 from ..engine.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -74,9 +74,13 @@ class RemoteModel:
 
 
 class LocalModel:
-    """An engine in this process."""
+    """An engine in this process. Raises StartError for a model without a chat template."""
 
     def __init__(self, engine: "AsyncEngine", options: dict[str, Any]):
+        if engine.chat_template is None:
+            raise StartError(
+                f"{engine.model_name} has no chat template: use stoker generate, or --chat-template"
+            )
         self.engine = engine
         self.params = SamplingParams(**{**engine.default_sampling, **options})
 

@@ -19,6 +19,8 @@ async def start_fake(config):
     await asyncio.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
     engine = FakeEngine(config)
     engine.step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
+    if config.model == "base":
+        engine.chat_template = None
     if os.environ.get("FAKE_DIES"):
         engine.loop.call_later(0.5, engine._die, RuntimeError("out of memory"))
     return engine

@@ -209,6 +209,14 @@ def test_tables_are_whole_where_they_are_piped(monkeypatch, capsys):
     assert "…" not in capsys.readouterr().out
 
 
+def test_simulate_says_which_models_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--help"])
+    text = capsys.readouterr().out
+    assert "a config.json, its folder, or a known shape" in " ".join(text.split())
+    assert "Hugging Face" not in text and ".gguf" not in text
+
+
 # --- the command as a process ---
 
 
@@ -394,6 +402,20 @@ def test_generate_in_process():
         timeout=30,
     )
     assert (done.returncode, done.stdout) == (0, "Rivers ru\n")
+
+
+def test_a_chat_with_a_model_that_has_no_template_is_refused_at_once():
+    done = subprocess.run(
+        [sys.executable, HERE / "serve_fake.py", "chat", "base"],
+        env=environment(),
+        input="hi\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert "has no chat template: use stoker generate" in line
 
 
 # --- progress ---
