@@ -5,6 +5,7 @@ Runs on: pool, gpu.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ import torch
 from ..backends import registry
 from ..backends.api import BackendError, MLASpec
 from .api.config import EngineConfig
-from .api.errors import StartError
+from .api.errors import RequestError, StartError
+from .api.sampling_params import SamplingParams
 from .core.budget import StepCost
 from .core.configure import chunk_tokens, make_scheduler, split_pool
 from .core.scheduler import Scheduler
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from ..backends.registry import Backend
     from .compile_ahead import Ahead
     from .models.config import ModelConfig
+
+log = logging.getLogger("stoker")
 
 Progress = Callable[[str, int, int], None]
 
@@ -90,7 +94,7 @@ class Builder:
 
     def find_files(self) -> None:
         """Resolve the model argument; fetches what is not here. Raises StartError."""
-        with self._phase("files"):
+        with self._phase("files"), readable(self.config.model):
             self.files = model_files.resolve(
                 self.config.model, needs_weights=self.config.load_format != "dummy"
             )
@@ -117,6 +121,10 @@ class Builder:
         self.model_name = self.files.name
         self.vocab_size = self.files.config.vocab_size
         self.default_sampling: dict[str, Any] = dict(self.files.generation)
+        try:
+            SamplingParams(**self.default_sampling).validate(self.vocab_size)
+        except RequestError as error:
+            raise StartError(f"{self.files.path}/generation_config.json: {error}") from None
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -127,7 +135,7 @@ class Builder:
 
     def load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """Tokenizer and chat template. Raises StartError."""
-        with self._phase("tokenizer"):
+        with self._phase("tokenizer"), readable(self.config.model):
             if self.config.tokenizer is not None:
                 tokenizer = Tokenizer.load(Path(self.config.tokenizer))
             elif self.files.gguf is not None:  # its metadata is read already
@@ -175,13 +183,17 @@ class Builder:
             sizes = self._pool_sizes(runtime, model, dtype, working_bytes)
             tokens, num_slots = sizes.tokens, config.max_running_requests + 1
             num_window_pages = 1 + sizes.window_tokens // page_size if sizes.window_tokens else 0
-            runner = self._runner(
-                backend,
-                model,
-                1 + tokens // page_size,
-                num_window_pages,
-                num_states=num_slots + sizes.snapshots,
-            )
+            self._say_what_is_not_heeded(model, sizes)
+            try:
+                runner = self._runner(
+                    backend,
+                    model,
+                    1 + tokens // page_size,
+                    num_window_pages,
+                    num_states=num_slots + sizes.snapshots,
+                )
+            except MemoryError as error:
+                raise StartError(f"no memory for {tokens} tokens of KV: {error}") from None
         if runtime.has_graphs and not config.disable_graphs:
             with self._phase("graphs"):
                 runner.capture(self._graph_rows, chunk)
@@ -220,7 +232,12 @@ class Builder:
         self._quantize(backend, has_weights=True)
         full = self._model
         kinds = [
-            (w, full.moe is not None and full.moe.layers[i]) for i, w in enumerate(full.windows)
+            (
+                w,
+                full.moe is not None and full.moe.layers[i],
+                full.delta_net is not None and full.delta_net.layers[i],
+            )
+            for i, w in enumerate(full.windows)
         ]
         num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         config = replace(full, num_layers=num_layers, windows=full.windows[:num_layers])
@@ -253,6 +270,8 @@ class Builder:
             is_cpu = backend.runtime.device.type == "cpu"
             blocks = backend.ops.gguf_types if is_cpu else frozenset()
             chosen = quantization.online(config.quantization, blocks)
+            if file is not None:
+                log.info("weights that the file holds in few bits are rounded a second time")
             self._model = replace(self._model, quantization=chosen)
             return
         if file is None or config.dtype != "auto" or not has_weights:
@@ -458,13 +477,24 @@ class Builder:
             others, flags = "", "--mem-fraction, or --kv-tokens"
             if per_state:
                 others = f" and a request's state {per_state / 2**20:.1f} MiB"
-                flags = "--mem-fraction, or fewer --max-running-requests"
+                flags = "--mem-fraction, or fewer --max-running-requests or --state-snapshots"
             raise StartError(
                 f"no memory for the KV cache: {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB "
                 f"are free, a token takes {per_token / 2**10:.0f} KiB{others}; a smaller model, a "
                 f"higher {flags} may help"
             )
         return PoolSizes(tokens, snapshots, windowed)
+
+    def _say_what_is_not_heeded(self, model: Decoder, sizes: PoolSizes) -> None:
+        config = self.config
+        if config.state_snapshots and not sizes.snapshots:
+            log.warning("--state-snapshots does nothing: no recurrent layers, or no prefix cache")
+        default = EngineConfig.model_fields["window_kv_ratio"].default
+        if config.window_kv_ratio not in (default, 1.0) and not sizes.window_tokens:
+            log.warning(
+                "--window-kv-ratio does nothing: no windows, a host cache or recurrent states "
+                "beside them, or too small a pool to divide"
+            )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -476,6 +506,17 @@ class Builder:
 def windows_of(model: Decoder) -> list[int | None]:
     """The window of each layer with a KV pool."""
     return [getattr(spec, "window", None) for spec in model.attention_specs]
+
+
+@contextmanager
+def readable(model: str) -> Iterator[None]:
+    """What a model's files make of us is said in one line, whatever they hold: StartError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = type(error).__name__
+        log.debug("a model's files", exc_info=True)
+        raise StartError(f"{model}: its files make no sense ({kind}: {error})") from error
 
 
 def has_tiers(config: EngineConfig) -> bool:

@@ -292,7 +292,8 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
             raise StartError(f"model config: {key} must be a positive number, not {value!r:.80}")
         return float(value)
 

@@ -343,8 +343,13 @@ def _first(key: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _numbers(generation: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        key: generation[key]
-        for key in GENERATION_DEFAULTS
-        if isinstance(generation.get(key), int | float)
-    }
+    """Defaults for requests that name no value of their own. Raises StartError."""
+    found = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise StartError(f"generation_config.json: {key} is {value!r:.80}, which is no number")
+    if found.get("top_k", 0) % 1:
+        raise StartError(f"generation_config.json: top_k is {found['top_k']}, not a whole number")
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
+    return found

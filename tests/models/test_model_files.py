@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stoker.engine.api.errors import StartError
+from stoker.engine.build import readable
 from stoker.engine.runtime import model_files, weights
 from stoker.engine.runtime.model_files import SHORT_NAMES, ShortName, resolve
 
@@ -309,3 +310,16 @@ for model in sys.argv[1:]:
     assert lines[2].startswith("StartError org/other is neither a path nor in the cache")
     assert lines[3].startswith("StartError org/tiny:no.gguf is neither a path nor in the cache")
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("field, value", [("temperature", "1"), ("top_k", 0.5), ("top_p", True)])
+def test_generation_config_holds_numbers(llama, field, value):
+    change(llama / "generation_config.json", **{field: value})
+    with pytest.raises(StartError, match=f"generation_config.json: {field} is "):
+        model_files.resolve(str(llama))
+
+
+def test_files_that_make_no_sense_are_one_line():
+    with pytest.raises(StartError, match=r"some/model: its files make no sense \(KeyError: 'x'\)"):
+        with readable("some/model"):
+            {}["x"]

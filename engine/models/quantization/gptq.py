@@ -53,4 +53,8 @@ class Gptq:
         zeros = unpack_nibbles(zeros) if self.bits == 4 else zeros
         zeros = (zeros.t().int() + self.zero_shift) & (1 << self.bits) - 1
         group_of = tensors["g_idx"] if self.has_order else None
+        if not self.has_order and "g_idx" in tensors:
+            neighbours = torch.arange(num_in, device=codes.device) // (self.group_size or num_in)
+            if not torch.equal(tensors["g_idx"].to(neighbours), neighbours):
+                raise ValueError("g_idx is no order of neighbours, but desc_act is false")
         return grouped(codes, self.bits, self.group_size, tensors["scales"].t(), zeros, group_of)

@@ -237,3 +237,17 @@ def test_a_weight_that_words_do_not_divide(tmp_path, make_hf_model):
     change_config(tmp_path, quantization_config=CASES["gptq"].config)
     with pytest.raises(StartError, match=r"gate_proj \[100, 64\]: 8 codes make a word"):
         load(tmp_path, TorchOps())
+
+
+def test_gptq_s_groups_are_those_that_it_says():
+    tensors = {
+        "qweight": torch.zeros(8, 8, dtype=torch.int32),
+        "qzeros": torch.zeros(2, 1, dtype=torch.int32),
+        "scales": torch.ones(2, 8),
+        "g_idx": torch.arange(64) // 32,
+    }
+    scheme = Gptq(bits=4, group_size=32, zero_shift=1, has_order=False)
+    scheme.load(tensors, 8, 64)
+    tensors["g_idx"] = tensors["g_idx"].flip(0)
+    with pytest.raises(ValueError, match="g_idx is no order of neighbours"):
+        scheme.load(tensors, 8, 64)
