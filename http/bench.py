@@ -23,7 +23,7 @@ import orjson
 
 from ..engine.api.errors import StartError
 from ..engine.api.messages import Stats
-from .flag_types import non_negative_int, positive, positive_int, share_or_zero
+from .flag_types import http_url, non_negative_int, positive, positive_int, share_or_zero
 from .overhead import overhead
 
 if TYPE_CHECKING:
@@ -64,7 +64,13 @@ class Sample:
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench serve`."""
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="base URL (default: %(default)s)")
+    parser.usage = f"{parser.prog} [options]"
+    add(
+        "--url",
+        type=http_url,
+        default="http://127.0.0.1:8000",
+        help="base URL (default: %(default)s)",
+    )
     add("--key", help="API key")
     add("--model", help="name of the model; the server's first by default")
     add("--rate", type=positive, help="requests a second (open loop)")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import compile_ahead
 from ..engine.api.config import EngineConfig
 from ..engine.api.errors import EngineError, StartError, StokerError
+from .flag_types import http_url
 from .logs import set_up_logging
 from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
 
@@ -121,7 +122,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_client_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="base URL of a running server, as http://127.0.0.1:8000")
+    text = "base URL of a running server, as http://127.0.0.1:8000"
+    parser.add_argument("--url", type=http_url, help=text)
     parser.add_argument("--key", help="API key for --url")
 
 

@@ -30,3 +30,6 @@ positive_int = checked(int, lambda x: x > 0, "a positive integer")
 non_negative_int = checked(int, lambda x: x >= 0, "an integer of 0 or more")
 share = checked(float, lambda x: 0 < x <= 1, "a share from 0 to 1")
 share_or_zero = checked(float, lambda x: 0 <= x <= 1, "a share from 0 to 1, 0 included")
+http_url = checked(
+    str, lambda x: x.startswith(("http://", "https://")), "http:// or https:// before the host"
+)

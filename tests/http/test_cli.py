@@ -199,6 +199,15 @@ def test_a_benchmark_without_sense_is_refused(flag, value, capsys):
         assert f"argument {flag}: want a" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("command", [["chat"], ["bench", "serve"]])
+def test_a_url_without_its_scheme_is_refused(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "--url", "127.0.0.1:8411"])
+    assert end.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--url: want http:// or https:// before the host, got '127.0.0.1:8411'" in line
+
+
 def test_tables_are_whole_where_they_are_piped(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert cli.main(["models"]) == 0
