@@ -8,6 +8,7 @@ Runs on: loop.
 
 import argparse
 import asyncio
+import difflib
 import logging
 import os
 import signal
@@ -56,8 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+class _Parser(argparse.ArgumentParser):
+    """One of a command: a flag it does not know is its own error, and names the nearest."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            hint, known = "", list(self._option_string_actions)
+            if flags := [text.partition("=")[0] for text in unknown if text.startswith("--")]:
+                near = [flag for flag in known if flag.startswith(flags[0])]
+                near = near or difflib.get_close_matches(flags[0], known, 1)
+                hint = f" (nearest: {near[0]})" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return namespace, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("stoker", description="An LLM inference engine.")
+    parser = _Parser("stoker", description="An LLM inference engine.")
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(

@@ -208,6 +208,33 @@ def test_a_url_without_its_scheme_is_refused(command, capsys):
     assert "--url: want http:// or https:// before the host, got '127.0.0.1:8411'" in line
 
 
+@pytest.mark.parametrize(
+    ("command", "usage", "last"),
+    [
+        (["serve", "m", "--prot", "3"], "stoker serve", "--prot 3 (nearest: --port)"),
+        (["bench", "serve", "--conc=4"], "stoker bench serve", "--conc=4 (nearest: --concurrency)"),
+        (["bench", "serve", "--xyzzy=4"], "stoker bench serve", "arguments: --xyzzy=4"),
+        (["models", "x"], "stoker models", "stoker models: error: unrecognized arguments: x"),
+        (["--verson", "models"], "stoker", "(nearest: --version)"),
+    ],
+)
+def test_an_unknown_flag_is_an_error_of_its_command(command, usage, last, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(command)
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"usage: {usage} [")
+    assert lines[-1].endswith(last)
+
+
+def test_the_version_is_a_flag_too(capsys):
+    assert cli.main(["version"]) == 0
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, printed)
+
+
 def test_tables_are_whole_where_they_are_piped(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert cli.main(["models"]) == 0
