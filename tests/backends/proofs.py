@@ -5,7 +5,7 @@ A test that passes earns labels in one of two ways:
     target.proves; so a new backend's plugin sets `proves` on its targets and is done;
     or by a call of `prove`, where there is no target (signatures, compile checks).
 
-They go to a file of lines, which processes that a test starts inherit by STOKER_PROOFS. At the end
+They go to a file of lines, which processes that a test starts inherit by CONTRACT_PROOFS. At the end
 of a whole run `test_labels.py` compares them with the committed labels, and
 
     python tests/backends/proofs.py [TESTS, as for pytest]
@@ -26,7 +26,7 @@ from pathlib import Path
 from stoker.backends import labels, registry
 
 REPORTS = Path(__file__).parents[1] / "data" / "reports"
-VARIABLE = "STOKER_PROOFS"
+VARIABLE = "CONTRACT_PROOFS"
 
 Proof = tuple[str, str, str, str]  # backend, op, provider, label; compiled:TARGET for one target
 COMPILED_FOR = {"cuda": {"sm_80", "sm_90", "sm_100"}, "rocm": {"gfx90a", "gfx942", "gfx950"}}
