@@ -5,8 +5,8 @@ A test that passes earns labels in one of two ways:
     target.proves; so a new backend's plugin sets `proves` on its targets and is done;
     or by a call of `prove`, where there is no target (signatures, compile checks).
 
-They go to a file of lines, which processes that a test starts inherit by CONTRACT_PROOFS. At the end
-of a whole run `test_labels.py` compares them with the committed labels, and
+They go to a file of lines, which processes that a test starts inherit by CONTRACT_PROOFS. At the
+end of a whole run `test_labels.py` compares them with the committed labels, and
 
     python tests/backends/proofs.py [TESTS, as for pytest]
 
