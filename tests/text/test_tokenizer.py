@@ -2,11 +2,12 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
@@ -75,6 +76,7 @@ def test_gemma3_equals_transformers(gemma3_tokenizer):
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=60))
 def test_text_comes_back(smollm2_tokenizer, gemma3_tokenizer, text):
+    assume(not re.search(r"<[\w|/]+>", text))  # the names of special tokens are those tokens
     ids = gemma3_tokenizer.encode(text)
     assert gemma3_tokenizer.decode(ids) == text.replace("▁", " ")
     assert len(text) <= gemma3_tokenizer.max_chars(len(ids))
