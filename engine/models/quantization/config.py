@@ -94,13 +94,11 @@ def _unsupported(field: str, value: Any, supported: Iterable[object]) -> StartEr
 
 
 def _ignored(fields: Fields, *keys: str) -> tuple[Rule, ...]:
-    """Rules of a list of names: a module's, what it holds, and in any layer those so called."""
-    names: list[str] = []
-    for key in keys:
-        value = fields.get(key)
-        if value is not None:
-            names += _strings(key, value)
-    return tuple(Rule(rf"(.*\.)?{_pattern(name)}(\..*)?", None) for name in names)
+    """A rule for all names in some lists: a module's, what it holds, and in any layer those so
+    called. Published lists have hundreds, and each of thousands of experts' linears is looked up.
+    """
+    patterns = [_pattern(name) for key in keys for name in _names(fields, key)]
+    return (Rule(rf"(.*\.)?(?:{'|'.join(patterns)})(\..*)?", None),) if patterns else ()
 
 
 def _pattern(name: str) -> str:
@@ -156,11 +154,10 @@ def _awq(fields: Fields) -> tuple[Rule, ...]:
         raise _unsupported("version", fields.get("version"), ("gemm",))
     if not fields.flag("zero_point", True):
         raise _unsupported("zero_point", False, (True,))
-    scheme, key = Awq(_group_size(fields)), "modules_to_not_convert"
-    names = [] if fields.get(key) is None else _strings(key, fields.get(key))
+    names = _names(fields, "modules_to_not_convert")
     # AutoAWQ leaves out what has such a name anywhere in its own.
     left_out = tuple(Rule(f".*{re.escape(name)}.*", None) for name in names)
-    return (*left_out, Rule("lm_head", None), Rule(".*", scheme))
+    return (*left_out, Rule("lm_head", None), Rule(".*", Awq(_group_size(fields))))
 
 
 def _gptq(fields: Fields) -> tuple[Rule, ...]:
