@@ -45,16 +45,19 @@ class LaunchedStep:
     has_loads: bool = False
 
     def commit(self, slots: Slots, result: StepResult) -> np.ndarray:
-        """The slots' counters after the step: its tokens are known now. Gives the live slots."""
-        # Only those that still belong to whom they belonged at launch. The others' requests have
-        # ended, or were retracted and wait.
+        """The slots' counters after the step: its tokens are known now.
+
+        Returns:
+            bool [num_rows], which rows' slots still belong to whom they belonged at launch.
+        """
+        # The others' requests have ended, or were retracted and wait.
         is_live = slots.serial[self.slots] == self.serials
         slots.committed[self.slots[is_live]] = self.kv_lens[is_live]
         is_new = is_live & self.samples
         new = self.slots[is_new]
         slots.pending[new] -= 1
         slots.last_token[new] = result.tokens[is_new]
-        return self.slots[is_live]
+        return is_live
 
     def undo(self, slots: Slots) -> None:
         """The slots' counters as if the step had not been planned."""
@@ -167,7 +170,8 @@ def _admissions(
         for request in admitted
     ]
     told |= slots.dirty.keys()
-    return told.union(*(which.tolist() for which, _ in slots.gone)), admissions
+    told.update(*(which.tolist() for which, _ in slots.gone))
+    return told, admissions
 
 
 def _table_entries(slots: Slots, new_pages: NewPages) -> NewPages:

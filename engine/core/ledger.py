@@ -52,9 +52,10 @@ class PageLedger:
         windows: Windows | None,
     ):
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size, eviction, snapshots or windows)
         self.snapshots = snapshots
         self.windows = windows
+        self._resume = snapshots or windows
+        self.tree = RadixTree(page_size, eviction, self._resume)
         self.tiers = tiers
         self.now = 0.0
         self.load_room = 0
@@ -129,15 +130,17 @@ class PageLedger:
         self._slots.open(request, pages, num_matched)
         self._settle(request, node, num_matched)
         request.is_published = False
-        if self.snapshots is not None:
-            self.snapshots.open(request, node, num_matched, self._slots)
-        if self.windows is not None:
-            self.windows.open(request, node, num_matched)
+        if self._resume is not None:
+            self._resume.open(request, node, num_matched)
         if not request.is_resumed:
             self.tree.count_hit(node)
         if self.tiers is not None:
             self.tiers.hit(pages)
             request.is_loading = self.is_matchable(request)
+
+    def stop_at(self, request: Request, stop: int) -> bool:
+        """Whether others can go on where a running request will have computed so many tokens."""
+        return self._resume is None or self._resume.stop_at(request, stop)
 
     def load(self, request: Request) -> int:
         """Copy what the host holds of a request that has computed nothing yet; in tokens.
@@ -170,7 +173,8 @@ class PageLedger:
         computed = int(slots.computed[slot])
         wanted = -(-(computed + q_len) // self._page_size) - slots.num_pages(slot)
         if (n := min(wanted, self.num_growable)) > 0:
-            slots.extend(slot, self.take(n), 0 if self.windows is None else self.windows.take(n))
+            pages = self.take(n)
+            slots.extend(slot, pages, None if self.windows is None else self.windows.take(n))
         return min(q_len, int(slots.capacity[slot]) - computed)
 
     def publish(self, request: Request) -> None:
@@ -191,7 +195,6 @@ class PageLedger:
             if keep_prefix:
                 self._attach(request)
             keep_prefix = False  # what lies behind the last snapshot is of no use
-            self.snapshots.close(request)
         size, shared = self._page_size, request.num_shared
         pages = self._slots.pages(request.slot)
         end = int(self._slots.committed[request.slot]) // size * size
@@ -201,8 +204,8 @@ class PageLedger:
             self.pool.release(pages[end // size :])
         else:
             self.pool.release(pages[shared // size :])
-        if self.windows is not None:
-            self.windows.close(request)
+        if self._resume is not None:
+            self._resume.close(request)
         self._unlock(request)
         self._settle(request, None, 0)
         request.is_published = request.is_loading = False

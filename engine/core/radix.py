@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from .eviction import POLICIES, EvictionPolicy
+
+if TYPE_CHECKING:
+    from .request import Request
 
 Namespace = tuple[str, ...]
 
@@ -96,6 +99,15 @@ class Resume(Protocol):
 
     def cut(self, node: Node, num_pages: int) -> None:
         """A node is about to lose pages at its end, perhaps all."""
+
+    def open(self, request: Request, node: Node, num_matched: int) -> None:
+        """A request begins, in its slot, with what `node` holds, or with nothing."""
+
+    def stop_at(self, request: Request, stop: int) -> bool:
+        """Have a running request leave what it takes to go on there; False: it is too late."""
+
+    def close(self, request: Request) -> None:
+        """A request is about to leave its slot."""
 
 
 class RadixTree:

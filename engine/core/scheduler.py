@@ -143,7 +143,7 @@ class Scheduler:
         self.snapshots: Snapshots | None = None
         if num_snapshots is not None:
             num_rows = num_snapshots if use_radix else 0
-            self.snapshots = Snapshots(max_running + 1, num_rows, page_size, save_every)
+            self.snapshots = Snapshots(max_running + 1, num_rows, page_size, self.slots, save_every)
         self.windows: Windows | None = None
         if window is not None:
             self.windows = Windows(num_window_pages, page_size, window, self.slots)
@@ -301,7 +301,7 @@ class Scheduler:
             self._num_steps, self.slots, decode, chunks, admitted, new_pages, groups
         )
         if self.snapshots is not None:
-            self.snapshots.write(plan, launched, self.slots)
+            self.snapshots.write(plan, launched)
         if self.tiers is not None:
             launched.has_loads, self.tiers.loads_ordered = self.tiers.loads_ordered, False
         self._in_flight.append(launched)
@@ -496,11 +496,7 @@ class Scheduler:
         if not self.ledger.is_matchable(request):
             return False
         awaited = self._arriving.awaited(request, self.ledger.num_cached(request))
-        if awaited is not None and self.snapshots is not None:
-            return self.snapshots.stop_at(*awaited, self.slots)
-        if awaited is not None and self.windows is not None:
-            return self.windows.stop_at(*awaited)
-        return awaited is not None
+        return awaited is not None and self.ledger.stop_at(*awaited)
 
     def _try_admit(self, request: Request) -> bool:
         """Give a slot to a request if the pool can bear it."""
@@ -593,11 +589,11 @@ class Scheduler:
         is_telling = step.num_tokens > len(step.slots) or step.step % COST_STEPS == 0
         if result.seconds and is_telling and not step.has_loads:
             self.limits.cost.observe(step.num_tokens, step.num_pairs, result.seconds)
-        live = step.commit(self.slots, result)
+        is_live = step.commit(self.slots, result)
         if self.windows is not None:
-            self.windows.commit(live)
-        if step.saves and self.snapshots is not None:
-            self.snapshots.commit(step.saves, self.slots)
+            self.windows.commit(step.slots[is_live])
+        if self.snapshots is not None:
+            self.snapshots.commit(step.saves)
 
         facts = self._facts
         new_fact = tuple.__new__  # as Tokens(...), in a third of the time; it wants every field

@@ -121,11 +121,12 @@ class Slots:
         """A view of its pages, int32."""
         return self.table[slot, : self.num_pages(slot)]
 
-    def extend(self, slot: int, pages: np.ndarray, window_pages: np.ndarray | int = 0) -> None:
-        """Append pages to a slot's."""
+    def extend(self, slot: int, pages: np.ndarray, window_pages: np.ndarray | None = None) -> None:
+        """Append pages to a slot's, and as many window pages where layers have these."""
         first = self.num_pages(slot)
         self.table[slot, first : first + len(pages)] = pages
-        self.window_table[slot, first : first + len(pages)] = window_pages
+        if window_pages is not None:
+            self.window_table[slot, first : first + len(pages)] = window_pages
         self.capacity[slot] += len(pages) * self.page_size
         self.touch(slot, first)
 

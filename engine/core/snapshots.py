@@ -54,11 +54,19 @@ class Snapshots:
         interval: tokens that lie between snapshots at least.
     """
 
-    def __init__(self, first_row: int, num_rows: int, page_size: int, interval: int = SAVE_EVERY):
+    def __init__(
+        self,
+        first_row: int,
+        num_rows: int,
+        page_size: int,
+        slots: Slots,
+        interval: int = SAVE_EVERY,
+    ):
         self.first_row = first_row
         self.num_rows = num_rows
         self._page_size = page_size
         self._interval = interval
+        self._slots = slots
         self._free = list(range(first_row + num_rows - 1, first_row - 1, -1))
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # by row, the least recently used first
         self._restores: dict[int, int] = {}  # slot to row, for the next plan
@@ -86,7 +94,7 @@ class Snapshots:
 
     # ---- running requests --------------------------------------------------------------------
 
-    def open(self, request: Request, node: Node, num_matched: int, slots: Slots) -> None:
+    def open(self, request: Request, node: Node, num_matched: int) -> None:
         """A request begins with what a node holds, or with nothing."""
         slot = request.slot
         if num_matched:
@@ -95,7 +103,7 @@ class Snapshots:
             self._restores[slot] = node.resume
         request.stops.clear()
         if not self.num_rows:
-            slots.save_at[slot] = NEVER
+            self._slots.save_at[slot] = NEVER
             return
         last = (len(request.tokens) - 1) // self._page_size * self._page_size
         before = num_matched
@@ -103,10 +111,11 @@ class Snapshots:
             if stop - before >= self._interval:
                 request.stops.append(stop)
                 before = stop
-        slots.save_at[slot] = self._next(request, num_matched)
+        self._slots.save_at[slot] = self._next(request, num_matched)
 
-    def stop_at(self, request: Request, stop: int, slots: Slots) -> bool:
+    def stop_at(self, request: Request, stop: int) -> bool:
         """Have a running request leave a snapshot at a page boundary; False: it is too late."""
+        slots = self._slots
         if stop not in request.stops:
             if slots.computed[request.slot] >= stop or not self.num_rows:
                 return False
@@ -125,8 +134,9 @@ class Snapshots:
         aligned = end - end % self._page_size
         return (aligned if context < aligned and end < context + num_missing else end) - context
 
-    def write(self, plan: StepPlan, step: LaunchedStep, slots: Slots) -> None:
+    def write(self, plan: StepPlan, step: LaunchedStep) -> None:
         """Complete a plan by the copies before and after it."""
+        slots = self._slots
         if self._restores:
             targets, sources = zip(*self._restores.items(), strict=True)
             plan.state_restores = np.array([sources, targets], np.int32)
@@ -142,10 +152,10 @@ class Snapshots:
             pairs = [(save.request.slot, save.row) for save in step.saves]
             plan.state_saves = np.array(pairs, np.int32).T.copy()
 
-    def commit(self, saves: Iterable[Save], slots: Slots) -> None:
+    def commit(self, saves: Iterable[Save]) -> None:
         """A step has ended: what it saved are its requests' snapshots now, where they still run."""
         for request, serial, end, row in saves:
-            if not request.slot or slots.serial[request.slot] != serial:
+            if not request.slot or self._slots.serial[request.slot] != serial:
                 self._free.append(row)
                 continue
             self._drop_passing(request)

@@ -49,7 +49,6 @@ class Windows:
         self.window = window
         self._page_size = page_size
         self._slots = slots
-        # What a decoding request holds, with a step in flight.
         self._pages_of_window = pages_of_window(window, page_size)
         if self.pool.capacity < self._pages_of_window:
             raise ValueError(f"{num_pages} pages of {page_size} cannot hold a window of {window}")

@@ -134,8 +134,8 @@ def trust_at_launch(monkeypatch):
     """A snapshot of a step in flight is the request's at once."""
     original = Snapshots.write
 
-    def write(self, plan, step, slots):
-        original(self, plan, step, slots)
+    def write(self, plan, step):
+        original(self, plan, step)
         for save in step.saves:
             save.request.snapshots.append((save.end, save.row))
         step.saves.clear()
@@ -154,9 +154,9 @@ def keep_the_snapshot_of_a_shortened_node(monkeypatch):
 def forget_to_restore(monkeypatch):
     original = Snapshots.write
 
-    def write(self, plan, step, slots):
+    def write(self, plan, step):
         self._restores.popitem() if self._restores else None
-        original(self, plan, step, slots)
+        original(self, plan, step)
 
     monkeypatch.setattr(Snapshots, "write", write)
 
@@ -164,9 +164,9 @@ def forget_to_restore(monkeypatch):
 def save_between_pages(monkeypatch):
     original = Snapshots.write
 
-    def write(self, plan, step, slots):
+    def write(self, plan, step):
         self._page_size, size = 1, self._page_size
-        original(self, plan, step, slots)
+        original(self, plan, step)
         self._page_size = size
 
     monkeypatch.setattr(Snapshots, "write", write)
