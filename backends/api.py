@@ -91,7 +91,8 @@ class BatchMeta:
             its block_table and out_slots are that pool's. Where no new token sees a page any more,
             the table holds page 0, which is nobody's.
         plans: what a provider derives from this description, keyed by the provider's name (and
-            more, where it likes), so that every layer uses it again.
+            more, where it likes), so that every layer uses it again; `indices.row_tables` is
+            anybody's.
     """
 
     num_rows: int

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from .api import BatchMeta
 
+ROW_TABLES = "row_tables"  # in BatchMeta.plans
+
 
 def row_tables(meta: BatchMeta) -> Tensor:
-    """int32 [rows, max_pages]: the block table's rows in the order of the batch."""
-    return meta.block_table.index_select(0, meta.slots)
+    """int32 [rows, max_pages]: the block table's rows in the order of the batch.
+
+    Made once a step, for all layers.
+    """
+    if ROW_TABLES not in meta.plans:
+        meta.plans[ROW_TABLES] = meta.block_table.index_select(0, meta.slots)
+    return meta.plans[ROW_TABLES]
 
 
 def page_indptr(kv_lens: Tensor, page_size: int) -> Tensor:

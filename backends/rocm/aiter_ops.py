@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from .. import indices
+from ..vendors import HALVES, Scales
 from . import package
-from .aiter_quantized import HALVES, TILE, AiterQuantizedOps
+from .aiter_quantized import TILE, AiterQuantizedOps
 from .triton_ops import RocmTritonOps
 from .warm import op_steps
 
@@ -43,7 +44,6 @@ MAX_TOKEN_LIST = 1 << 24  # entries: 64 MiB; a captured step's is as long as con
 MAX_HEAD_DIM = 128  # compiled for gfx942 with 256, its kernel spills 290 registers, ours none
 PAGE = 16  # a page is a tile of its matrix instructions, or several
 PARTITION = 256  # tokens that a work item of paged_attention_v1 reads
-TABLES = "rocm.tables"  # in BatchMeta.plans
 
 
 class ShuffledExperts(NamedTuple):
@@ -62,7 +62,7 @@ class AiterProvider:
 
     def __init__(self) -> None:
         self._ours = RocmTritonOps()
-        self._scales: dict[tuple[float, torch.device], Tensor] = {}
+        self._scales = Scales()
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
         """Imports the package, which compiles a part of it where that was not done yet."""
@@ -74,12 +74,6 @@ class AiterProvider:
             return f"what it does not serve needs our kernels, and {reason}"
         self._fp8 = runtime.facts.fp8
         return package.reason_against(self.functions)
-
-    def _scale(self, value: float, device: torch.device) -> Tensor:
-        """On the device: float32 [1]."""
-        if (value, device) not in self._scales:
-            self._scales[value, device] = torch.full((1,), value, device=device)
-        return self._scales[value, device]
 
 
 class AiterOps(AiterQuantizedOps, AiterProvider):
@@ -129,11 +123,11 @@ class AiterOps(AiterQuantizedOps, AiterProvider):
             softmax_scale=spec.scale,
             causal=True,
             window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
-            block_table=_tables(meta),
+            block_table=indices.row_tables(meta),
             softcap=spec.softcap or 0.0,
             q_descale=None,
-            k_descale=self._scale(spec.k_scale, q.device) if is_fp8 else None,
-            v_descale=self._scale(spec.v_scale, q.device) if is_fp8 else None,
+            k_descale=self._scales[spec.k_scale, q.device] if is_fp8 else None,
+            v_descale=self._scales[spec.v_scale, q.device] if is_fp8 else None,
             sinks=spec.sinks,
         )
         return out.flatten(1)
@@ -338,7 +332,7 @@ class AiterPagedOps(AiterProvider):
             key_cache=cache.k,
             value_cache=cache.v,
             scale=spec.scale,
-            block_tables=_tables(meta),
+            block_tables=indices.row_tables(meta),
             cu_query_lens=None,
             context_lens=meta.kv_lens,
             max_context_len=meta.max_kv_len,
@@ -346,8 +340,8 @@ class AiterPagedOps(AiterProvider):
             kv_cache_dtype="auto" if cache.k.dtype == q.dtype else "fp8",
             kv_cache_layout="NHD",
             logits_soft_cap=spec.softcap or 0.0,
-            k_scale=self._scale(spec.k_scale, q.device),
-            v_scale=self._scale(spec.v_scale, q.device),
+            k_scale=self._scales[spec.k_scale, q.device],
+            v_scale=self._scales[spec.v_scale, q.device],
             sliding_window=spec.window or 0,
         )
         return out.flatten(1)
@@ -399,7 +393,7 @@ class AiterRopeOps(AiterProvider):
                 reuse_freqs_front_part=True,
                 nope_first=False,
             )
-        one = self._scale(1.0, qkv.device)
+        one = self._scales[1.0, qkv.device]
         package.reshape_and_cache_flash(
             key=k,
             value=v,
@@ -411,13 +405,6 @@ class AiterRopeOps(AiterProvider):
             v_scale=one,
         )
         return q
-
-
-def _tables(meta: BatchMeta) -> Tensor:
-    """Once a step, for all layers."""
-    if TABLES not in meta.plans:
-        meta.plans[TABLES] = indices.row_tables(meta)
-    return meta.plans[TABLES]
 
 
 def _run_all(steps: Iterable[Callable[[], object]]) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..vendors import HALVES
 from . import package
 from .fp8 import FNUZ, weight_to_fnuz
 
 if TYPE_CHECKING:
     from ..api import QuantizedExperts, QuantizedWeight
 
-HALVES = (torch.bfloat16, torch.float16)
 GROUP = 128  # activations that share a scale, and both sides of a block of weights
 TILE = (16, 16)  # of shuffled weights
 

@@ -12,7 +12,6 @@ Runs on: gpu.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Iterable
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .. import vendors
 
 DISTRIBUTION = "amd-aiter"
 MARK = "ops/mha.py"  # a file that the other `aiter` does not have
@@ -68,9 +69,8 @@ class Function:
                 names = set(known)
         except (ImportError, AttributeError) as error:
             return f"aiter {version()} is not one that is known: {error}"
-        wrong = sorted((set(self.keywords) - names) | (required - set(self.keywords)))
-        if wrong:
-            return f"aiter {version()} is not one that is known: {self.name} and {wrong[0]}"
+        if wrong := vendors.wrong_keyword(self.keywords, names, required):
+            return f"aiter {version()} is not one that is known: {self.name} and {wrong}"
         return None
 
 
@@ -151,10 +151,7 @@ def quant_type(name: str) -> Any:
 
 def version() -> str:
     """As installed; a build from source may have another distribution's name."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+    return vendors.version(DISTRIBUTION)
 
 
 def reason_against(functions: Iterable[Function] = FUNCTIONS) -> str | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MODULE = "intel_extension_for_pytorch"
 PAGE_SIZES = (16, 32, 64)
-TABLES, INDPTR = "ipex.tables", "ipex.indptr"  # in BatchMeta.plans
+INDPTR = "ipex.indptr"  # in BatchMeta.plans
 
 
 class IpexOps:
@@ -108,12 +108,10 @@ class IpexOps:
         """Decode steps and others by an op each; trees are the reference's."""
         if meta.tree_mask is not None:
             return self._reference.attend(q, meta, self.to_nhd(cache), spec)
-        if TABLES not in meta.plans:
-            lens = torch.zeros(meta.num_rows + 1, dtype=torch.int32, device=q.device)
-            torch.cumsum(meta.kv_lens, 0, dtype=torch.int32, out=lens[1:])
-            meta.plans[TABLES], meta.plans[INDPTR] = indices.row_tables(meta), lens
+        if INDPTR not in meta.plans:
+            meta.plans[INDPTR] = indices.page_indptr(meta.kv_lens, 1)
         q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-        tables, k, v = meta.plans[TABLES], _hnd(cache.k), _hnd(cache.v)
+        tables, k, v = indices.row_tables(meta), _hnd(cache.k), _hnd(cache.v)
         window, softcap = spec.window or 0, spec.softcap or -1.0
         if meta.num_decode_rows == meta.num_rows:
             group = spec.num_heads // spec.num_kv_heads

@@ -16,6 +16,7 @@ from .. import indices
 from ..api import ExpertWeights
 from ..reference import ReferenceOps
 from ..triton import TritonOps
+from ..vendors import HALVES, Scales
 from . import package
 
 if TYPE_CHECKING:
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
         RouterSpec,
     )
 
-HALVES = (torch.float16, torch.bfloat16)
 # What its libraries have kernels for, by the names of their symbols.
 HEAD_DIMS = (64, 96, 128, 192, 256)
 TOP_KS = (1, 2, 4, 6, 7, 8, 10, 12, 16)
 PAGE_MULTIPLE = 16  # tokens
 ROW_MULTIPLE = 16  # values of an expert's row
-TABLES = "xpu.tables"  # in BatchMeta.plans
 
 
 class TransposedExperts:
@@ -84,7 +83,7 @@ class XpuProvider:
 
     def __init__(self) -> None:
         self._ours: Any = TritonOps()
-        self._scales: dict[tuple[float, torch.device], Tensor] = {}
+        self._scales = Scales()
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
         """Imports the package's libraries."""
@@ -93,12 +92,6 @@ class XpuProvider:
         if self._ours.probe(runtime):
             self._ours = ReferenceOps()
         return package.reason_against(self.callables)
-
-    def _scale(self, value: float, device: torch.device) -> Tensor:
-        """On the device: float32 [1]."""
-        if (value, device) not in self._scales:
-            self._scales[value, device] = torch.full((1,), value, device=device)
-        return self._scales[value, device]
 
 
 class XpuKernelOps(XpuProvider):
@@ -130,13 +123,11 @@ class XpuKernelOps(XpuProvider):
         k_scale = v_scale = None
         if cache.k.dtype != q.dtype:
             shape = (meta.num_rows, spec.num_kv_heads)
-            k_scale = self._scale(spec.k_scale, q.device).expand(shape)
-            v_scale = self._scale(spec.v_scale, q.device).expand(shape)
+            k_scale = self._scales[spec.k_scale, q.device].expand(shape)
+            v_scale = self._scales[spec.v_scale, q.device].expand(shape)
         max_q_len = indices.max_q_len(meta)
         if max_q_len > 1 and indices.is_captured(meta):
             max_q_len += 1  # a bound must not look as if all rows were of one length
-        if TABLES not in meta.plans:  # once a step, for all layers
-            meta.plans[TABLES] = indices.row_tables(meta)
         package.flash_attn_varlen_func(
             q=q,
             k=cache.k,
@@ -148,7 +139,7 @@ class XpuKernelOps(XpuProvider):
             softmax_scale=spec.scale,
             causal=True,
             window_size=[-1, -1] if spec.window is None else [spec.window - 1, 0],
-            block_table=meta.plans[TABLES],
+            block_table=indices.row_tables(meta),
             out=out,
             k_descale=k_scale,
             v_descale=v_scale,
@@ -282,7 +273,7 @@ class XpuRopeOps(XpuProvider):
                 cos_sin_cache=rope.cos_sin.to(q.dtype),
                 is_neox=not rope.interleaved,
             )
-        one = self._scale(1.0, qkv.device)
+        one = self._scales[1.0, qkv.device]
         package.reshape_and_cache_flash(
             key=k,
             value=v,

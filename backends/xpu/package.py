@@ -10,7 +10,6 @@ Runs on: gpu.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -19,6 +18,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+
+from .. import vendors
 
 DISTRIBUTION, MODULE = "vllm-xpu-kernels", "vllm_xpu_kernels"
 LIBRARIES = ("_C", "_moe_C", "_xpu_C", "_vllm_fa2_C")
@@ -61,9 +62,8 @@ class Callable:
                 required = {n for n, p in parameters.items() if p.default is p.empty}
         except (AttributeError, ImportError, RuntimeError) as error:
             return f"{DISTRIBUTION} {version()} is not one that is known: {error}"
-        wrong = sorted((set(self.keywords) - names) | (required - set(self.keywords)))
-        if wrong:
-            return f"{DISTRIBUTION} {version()} is not one that is known: {self.name}, {wrong[0]}"
+        if wrong := vendors.wrong_keyword(self.keywords, names, required):
+            return f"{DISTRIBUTION} {version()} is not one that is known: {self.name}, {wrong}"
         return None
 
 
@@ -101,10 +101,7 @@ CALLABLES = tuple(value for value in globals().values() if isinstance(value, Cal
 
 def version() -> str:
     """As installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+    return vendors.version(DISTRIBUTION)
 
 
 def reason_against(wanted: Iterable[Callable] = CALLABLES) -> str | None:
