@@ -13,6 +13,7 @@ from stoker.engine.api.sampling_params import SamplingParams
 from stoker.engine.core.plan import FROM_DEVICE, Logprobs, StepResult
 from stoker.engine.core.request import derive_seed
 from stoker.engine.core.scheduler import Scheduler
+from stoker.engine.core.windows import pages_of_window
 
 VOCAB = 50
 ADD_FIELDS = (
@@ -303,6 +304,15 @@ class Engine:
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
 
+    def serve(self, prompt, **options) -> int:
+        """Run a request to its end; how many tokens of its prompt were cached."""
+        request_id = self.add(prompt, **options).request_id
+        self.run()
+        self.assert_outputs()
+        self.assert_drained()
+        facts = [fact for fact in self.facts if getattr(fact, "request_id", 0) == request_id]
+        return facts[-1].num_cached
+
     def assert_outputs(self) -> None:
         """Each choice gave what it gives alone; one without an end, the beginning of that."""
         for request_id, add in self.adds.items():
@@ -440,6 +450,28 @@ def run_random(seed: int, **kw) -> Engine:
     return engine
 
 
+def random_snapshots(rng: random.Random) -> dict[str, int]:
+    """Options of an engine with recurrent states."""
+    return {"num_snapshots": rng.choice([0, 1, 2, 5, 30]), "save_every": rng.choice([1, 4, 16])}
+
+
+def random_windows(rng: random.Random, page_size: int) -> dict[str, int]:
+    """Options of an engine whose layers with a window have a pool of their own."""
+    window = rng.choice([1, 2, 5, 16, 30])
+    num_pages = 1 + pages_of_window(window, page_size) + rng.choice([0, 1, 3, 10, 40])
+    return {"window": window, "num_window_pages": num_pages}
+
+
+def assert_caught(fault, load, num_loads: int, *others: type[Exception]) -> None:
+    """One of the first loads fails, with such an error as `check` raises, or with one of others."""
+    for seed in range(num_loads):
+        try:
+            load(seed)
+        except (AssertionError, RuntimeError, ValueError, *others):
+            return
+    raise AssertionError(f"{fault.__name__} went unnoticed in {num_loads} loads")
+
+
 @pytest.fixture(scope="session")
 def core():
     """This file, which other test files cannot import."""
@@ -448,8 +480,11 @@ def core():
         FairnessWatch=FairnessWatch,
         Scheduler=Scheduler,
         VOCAB=VOCAB,
+        assert_caught=assert_caught,
         expected_output=expected_output,
         random_engine=random_engine,
+        random_snapshots=random_snapshots,
+        random_windows=random_windows,
         run_random=run_random,
     )
 
@@ -466,3 +501,13 @@ def make_engine():
     yield make
     for engine in engines:
         engine.scheduler.check()
+
+
+@pytest.fixture(params=[False, True], ids=["alternating", "overlap"])
+def engine_of(request, make_engine):
+    """Makes engines with the OPTIONS of the test's file, but for those that are given."""
+
+    def make(**options) -> Engine:
+        return make_engine(overlap=request.param, **request.module.OPTIONS | options)
+
+    return make

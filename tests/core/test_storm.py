@@ -24,7 +24,6 @@ from stoker.engine.core.eviction import POLICIES as EVICTION
 from stoker.engine.core.eviction import tlru
 from stoker.engine.core.fairness import FairShares
 from stoker.engine.core.policy import POLICIES
-from stoker.engine.core.windows import pages_of_window
 
 EVENTS = int(os.environ.get("STOKER_STORM_EVENTS", "10000"))
 EVENTS_PER_STORY = 500
@@ -100,20 +99,12 @@ def engine_of(rng: random.Random) -> Storm:
     draw = rng.random()
     if draw < 0.3:
         kind = UntieredStorm
-        window = rng.choice([1, 2, 5, 16, 30])
-        num_pages = 1 + pages_of_window(window, page_size) + rng.choice([0, 1, 3, 10, 40])
-        below = {
-            "window": window,
-            "num_window_pages": num_pages,
-            "use_radix": rng.random() < 0.9,
-        }
+        below = tiers.core.random_windows(rng, page_size)
+        below["use_radix"] = rng.random() < 0.9
     elif draw < 0.6:
         kind = UntieredStorm
-        below = {
-            "num_snapshots": rng.choice([0, 1, 2, 5, 30]),
-            "save_every": rng.choice([1, 4, 16]),
-            "use_radix": rng.random() < 0.9,
-        }
+        below = tiers.core.random_snapshots(rng)
+        below["use_radix"] = rng.random() < 0.9
     else:
         kind = TieredStorm
         below = {
