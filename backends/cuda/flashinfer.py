@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..api import AttentionSpec, BackendError, BatchMeta, LayerCache
 from ..cache import cache_folder
+from ..indices import is_captured
 
 if has_triton := importlib.util.find_spec("triton") is not None:
     from ..triton.attention import attend as attend_by_triton
@@ -231,18 +232,17 @@ class FlashInferOps:
         """See `Ops.attend`."""
         kind = Kind.of(spec, q.dtype)
         use = self.uses.get(kind, Use()) if kind is not None else Use()
-        # In a captured step this is a bound, and the lengths are not those of the replays.
-        is_captured = meta.max_kv_len > meta.kv_lens_cpu.max()
+        captured = is_captured(meta)
         decodes = meta.num_decode_rows
         is_ours = meta.tree_mask is not None or cache.k.dtype != q.dtype or meta.shared is not None
-        if is_captured:
+        if captured:
             is_ours |= decodes < meta.num_rows or use.decode is None
         else:
             is_ours |= bool(decodes) and use.decode is None
             is_ours |= decodes < meta.num_rows and use.prefill is None
         if is_ours or kind is None:
             return attend_by_triton(q, meta, cache, spec)
-        if is_captured:
+        if captured:
             wrapper = self._captured_wrapper(kind, use, meta)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             wrapper.run(q.contiguous(), tuple(cache), out=out)

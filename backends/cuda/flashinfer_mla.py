@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..api import BackendError, BatchMeta, LayerCache, MLASpec
+from ..indices import is_captured
 from .flashinfer import (
     FLOAT_BYTES,
     NOT_BUILT,
@@ -168,8 +169,7 @@ class FlashInferMLA:
             or cache.k.dtype != q_latent.dtype
         ):
             return mla_attend_by_triton(q_latent, q_rope, meta, cache, spec)
-        is_captured = meta.max_kv_len > meta.kv_lens_cpu.max()
-        if is_captured:
+        if is_captured(meta):
             wrapper = self._captured_wrapper(kind, meta)
         elif (wrapper := meta.plans.get((PLAN_KEY, kind))) is None:
             wrapper = meta.plans[PLAN_KEY, kind] = self._planned(kind, meta)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..api import BatchMeta, DeltaNetSpec, LayerState
 from .arch import current_arch
+from .row_tiles import find_tile, num_tiles
 
 CHUNK = tl.constexpr(64)  # tokens
 PART = tl.constexpr(16)  # tokens; triangles of this size are solved row by row
@@ -88,26 +89,6 @@ def _gates(ba_ptrs, live, head, decay_ptr, bias_ptr, KEY_HEADS: tl.constexpr,
     return tl.where(live, tl.sigmoid(b), 0.0), tl.where(live, log_decay, 0.0)
 
 
-@triton.jit
-def _find_tile(qo_indptr_ptr, first_row, num_rows, tile, BLOCK: tl.constexpr):
-    """The row of a tile of BLOCK tokens, where it begins, its length, the tile's first token in it.
-
-    Row r's tiles begin at number (qo_indptr[r] - qo_indptr[first_row]) // BLOCK + r - first_row:
-    increasing in r and never short of room, at the price of one idle tile a row at most.
-    """
-    origin = tl.load(qo_indptr_ptr + first_row)
-    low = first_row
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = (tl.load(qo_indptr_ptr + middle) - origin) // BLOCK + middle - first_row
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle)
-    begin = tl.load(qo_indptr_ptr + low)
-    q_len = tl.load(qo_indptr_ptr + low + 1) - begin
-    return low, begin, q_len, (tile - (begin - origin) // BLOCK - (low - first_row)) * BLOCK
-
-
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _convolve(
     qkvz_ptr,
@@ -135,7 +116,7 @@ def _convolve(
     """
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    row, row_begin, q_len, token0 = _find_tile(qo_indptr_ptr, first_row, num_rows, tile, BLOCK_T)
+    row, row_begin, q_len, token0 = find_tile(qo_indptr_ptr, first_row, num_rows, tile, BLOCK_T)
     kv_len = tl.load(kv_lens_ptr + row)
     if token0 >= q_len or kv_len == 0:
         return
@@ -393,7 +374,7 @@ def _within_chunks(
 ):
     """A, P, beta and G of a chunk and value head, by token: [num_tokens, VALUE_HEADS, CHUNK]."""
     head = tl.program_id(0)
-    _, row_begin, q_len, token0 = _find_tile(
+    _, row_begin, q_len, token0 = find_tile(
         qo_indptr_ptr, first_row, num_rows, tl.program_id(1), CHUNK
     )
     if token0 >= q_len:
@@ -492,7 +473,7 @@ def _invert(
 ):
     """T of a chunk and value head: triangles of PART tokens, then what lies below them."""
     head = tl.program_id(0)
-    _, row_begin, q_len, chunk0 = _find_tile(
+    _, row_begin, q_len, chunk0 = find_tile(
         qo_indptr_ptr, first_row, num_rows, tl.program_id(1), CHUNK
     )
     n = q_len - chunk0
@@ -705,12 +686,6 @@ def delta_net(
     return out
 
 
-def _num_tiles(qkvz: Tensor, meta: BatchMeta, tokens: int) -> int:
-    """Tiles of so many tokens that the rows after the decode rows may have; see `_find_tile`."""
-    num_decodes = meta.num_decode_rows
-    return (len(qkvz) - num_decodes) // tokens + meta.num_rows - num_decodes
-
-
 def _chunk_rows(
     qkvz: Tensor,
     ba: Tensor,
@@ -722,15 +697,15 @@ def _chunk_rows(
 ) -> None:
     """The rows after the decode rows, in chunks."""
     first_row, heads = meta.num_decode_rows, spec.num_value_heads
-    num_tokens, device = len(qkvz) - first_row, qkvz.device
-    tiles = _num_tiles(qkvz, meta, CHUNK.value)
+    num_tokens, num_rows, device = len(qkvz) - first_row, meta.num_rows - first_row, qkvz.device
+    tiles = num_tiles(num_tokens, num_rows, CHUNK.value)
     block_k = max(16, triton.next_power_of_2(spec.key_dim))
     block_v = triton.next_power_of_2(spec.value_dim)
     # Three products of tf32 are as exact as one of float32, on NVIDIA's tensor cores.
     precision = "tf32x3" if current_arch().name.startswith("sm_") else "ieee"
     channels, width = spec.conv.shape
     qkv = torch.empty(len(qkvz), channels, dtype=qkvz.dtype, device=device)
-    _convolve[(2 * spec.num_key_heads + heads, _num_tiles(qkvz, meta, CONVOLVED))](
+    _convolve[(2 * spec.num_key_heads + heads, num_tiles(num_tokens, num_rows, CONVOLVED))](
         qkvz,
         spec.conv,
         state.conv,
@@ -781,7 +756,7 @@ def _chunk_rows(
         num_warps=2,
     )
     columns = min(VALUE_BLOCK, max(16, block_v))
-    _scan_chunks[(triton.cdiv(spec.value_dim, columns), heads, meta.num_rows - first_row)](
+    _scan_chunks[(triton.cdiv(spec.value_dim, columns), heads, num_rows)](
         qkvz,
         qkv,
         t,

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..api import AttentionSpec, BatchMeta, LayerCache
+from ..indices import is_captured
 from .arch import current_arch
 from .flash import (
     DENSE,
@@ -36,6 +37,7 @@ from .flash import (
     merge_block,
     store_partial,
 )
+from .row_tiles import find_tile, num_tiles
 
 PLAN_KEY = "triton.extend"  # in BatchMeta.plans
 # For head_dim 128 and two bytes an element; `fit` shrinks them for more.
@@ -180,25 +182,12 @@ def _extend(
 ):
     """One tile of TOKENS new tokens x GROUP query heads against its row's context, or a split.
 
-    Row r's tiles begin at number (qo_indptr[r] - qo_indptr[first_row]) // TOKENS + r - first_row:
-    increasing in r and never short of room, at the price of one idle tile a row at most. Later
-    tiles see more context, so they go first. k and v are pointers or descriptors, by SOURCE.
+    Later tiles see more context, so they go first. k and v are pointers or descriptors, by SOURCE.
     """
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
-    origin = tl.load(qo_indptr_ptr + first_row)
-    low = first_row
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = (tl.load(qo_indptr_ptr + middle) - origin) // TOKENS + middle - first_row
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle)
-    row = low
-    row_begin = tl.load(qo_indptr_ptr + row)
-    q_len = tl.load(qo_indptr_ptr + row + 1) - row_begin
-    token0 = (tile - (row_begin - origin) // TOKENS - (row - first_row)) * TOKENS
+    row, row_begin, q_len, token0 = find_tile(qo_indptr_ptr, first_row, num_rows, tile, TOKENS)
     if token0 >= q_len:
         return
     kv_len = tl.load(kv_lens_ptr + row)
@@ -266,7 +255,7 @@ def _extend(
         HAS_SOFTCAP=HAS_SOFTCAP,
     )  # fmt: skip
     if IS_SPLIT:
-        part = ((split * num_tokens).to(tl.int64) + at - origin) * NUM_HEADS + heads
+        part = ((split * num_tokens).to(tl.int64) + at - first_row) * NUM_HEADS + heads
         store_partial(
             m, denominator, acc, part, live, partial_ptr, partial_lse_ptr, HEAD_DIM, BLOCK_D
         )  # fmt: skip
@@ -339,9 +328,8 @@ def dense_copy(meta: BatchMeta, spec: AttentionSpec, q: Tensor, first_row: int) 
         shape = (num_keys, spec.num_kv_heads, spec.head_dim)
         num_bytes = 2 * num_keys * spec.num_kv_heads * spec.head_dim * q.element_size()
         num_new = meta.num_tokens - first_row
-        is_captured = meta.max_kv_len > meta.kv_lens_cpu.max()  # so the sizes are not known
         if (
-            is_captured
+            is_captured(meta)  # so the sizes are not known
             or num_new < DENSE_MIN_TOKENS * len(blocks)
             or not 0 < num_bytes <= DENSE_MAX_BYTES
         ):
@@ -446,7 +434,7 @@ def extend_rows(
             tile = tile._replace(keys=min(tile.keys, 64))
     block_m = max(tile.queries, triton.next_power_of_2(group))
     tokens = block_m // group
-    num_programs = (num_tokens // tokens + meta.num_rows - first_row) * spec.num_kv_heads
+    num_programs = num_tiles(num_tokens, meta.num_rows - first_row, tokens) * spec.num_kv_heads
     reach = meta.max_kv_len if spec.window is None else min(spec.window, meta.max_kv_len)
     if splits is None:  # num_programs counts idle ones
         busy = -(-num_tokens // tokens) * spec.num_kv_heads

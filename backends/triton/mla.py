@@ -23,6 +23,7 @@ from ..api import BatchMeta, LayerCache, MLASpec
 from .arch import Arch, current_arch
 from .extend import num_splits, tree_indptr
 from .flash import FALLBACK_TILE, LOG2_E, Tile, block_dim, finish, merge, store_partial
+from .row_tiles import find_tile, num_tiles
 
 PLAN_KEY = "triton.mla"  # in BatchMeta.plans
 # (heads, latents): for a rank of 512 in two bytes. Up to 16 heads a tile is bound by memory.
@@ -352,24 +353,13 @@ def _mla_extend(
 ):
     """One tile of TOKENS new tokens x GROUP heads against its row's context, or a split of it.
 
-    Tiles are numbered as in `extend._extend`; those that see more context go first.
+    Tiles that see more context go first.
     """
     NUM_GROUPS: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
     group = tl.program_id(0) % NUM_GROUPS
     tile = tl.num_programs(0) // NUM_GROUPS - 1 - tl.program_id(0) // NUM_GROUPS
     split = tl.program_id(1)
-    origin = tl.load(qo_indptr_ptr + first_row)
-    low = first_row
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = (tl.load(qo_indptr_ptr + middle) - origin) // TOKENS + middle - first_row
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle)
-    row = low
-    row_begin = tl.load(qo_indptr_ptr + row)
-    q_len = tl.load(qo_indptr_ptr + row + 1) - row_begin
-    token0 = (tile - (row_begin - origin) // TOKENS - (row - first_row)) * TOKENS
+    row, row_begin, q_len, token0 = find_tile(qo_indptr_ptr, first_row, num_rows, tile, TOKENS)
     if token0 >= q_len:
         return
     kv_len = tl.load(kv_lens_ptr + row)
@@ -425,7 +415,7 @@ def _mla_extend(
         BLOCK_N, PAGE_SIZE, IS_DESCRIBED=False, CAUSAL=not HAS_TREE, HAS_TREE=HAS_TREE,
     )  # fmt: skip
     if IS_SPLIT:
-        part = ((split * num_tokens).to(tl.int64) + at - origin) * NUM_HEADS + heads
+        part = ((split * num_tokens).to(tl.int64) + at - first_row) * NUM_HEADS + heads
         store_partial(m, denominator, acc, part, live, partial_ptr, partial_lse_ptr, RANK, BLOCK_R)
     else:
         finish(
@@ -558,7 +548,7 @@ def _extend_rows(
     group = triton.cdiv(heads, groups)
     tokens = tile.queries // group
     num_tokens = q_latent.shape[0] - first_row  # the rows before have one token each
-    num_programs = (num_tokens // tokens + meta.num_rows - first_row) * groups
+    num_programs = num_tiles(num_tokens, meta.num_rows - first_row, tokens) * groups
     if splits is None:
         busy = triton.cdiv(num_tokens, tokens) * groups
         splits = num_splits(busy, arch.num_cores, meta.max_kv_len)

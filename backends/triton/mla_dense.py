@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..api import BatchMeta, DenseRows, LayerCache, MLASpec, Rope
 from .arch import current_arch
 from .flash import FALLBACK_TILE, LOG2_E, Tile, block_dim, finish
+from .row_tiles import find_tile, num_tiles
 
 DENSE_TILES = {
     "sm_80": Tile(128, 32, 8, 2),
@@ -148,24 +149,10 @@ def _mla_dense(
     ROPE_COLUMN: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
 ):
-    """BLOCK_M new tokens of one head against their row's keys.
-
-    Row r's tiles begin at number qo_indptr[r] // BLOCK_M + r; later tiles see more, so they go
-    first.
-    """
+    """BLOCK_M new tokens of one head against their row's keys; tiles that see more go first."""
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.num_programs(0) // NUM_HEADS - 1 - tl.program_id(0) // NUM_HEADS
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = tl.load(qo_indptr_ptr + middle) // BLOCK_M + middle
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle)
-    row = low
-    row_begin = tl.load(qo_indptr_ptr + row)
-    q_len = tl.load(qo_indptr_ptr + row + 1) - row_begin
-    token0 = (tile - row_begin // BLOCK_M - row) * BLOCK_M
+    row, row_begin, q_len, token0 = find_tile(qo_indptr_ptr, 0, num_rows, tile, BLOCK_M)
     if token0 >= q_len:
         return
     first_key = tl.load(kv_indptr_ptr + row)
@@ -254,7 +241,7 @@ def mla_attend_dense(
             for x, n in ((wide, nope), (wide, value), (whole, spec.rope_dim))
         )
     num_rows = len(rows.offsets)
-    _mla_dense[((num_tokens // tile.queries + num_rows) * heads,)](
+    _mla_dense[(num_tiles(num_tokens, num_rows, tile.queries) * heads,)](
         q,
         keys,
         values,
