@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantized import dequantize, round_activations, unpack_nibbles
+from .probe import attempt
 
 if TYPE_CHECKING:
     from ..api import QuantizedWeight
@@ -208,10 +209,10 @@ def can_multiply_int8() -> bool:
     """Whether this build of torch has oneDNN's product of int8, and gives the right one."""
     x = torch.arange(-6, 6, dtype=torch.int8).view(3, 4) * 20
     weight = torch.arange(-10, 10, dtype=torch.int8).view(5, 4) * 12
-    want = x.float() @ weight.float().T
-    try:
+
+    def product() -> Tensor:
         packed = torch.ops.onednn.qlinear_prepack.default(weight, None)
-        out = Int8Linear(packed, torch.ones(5), torch.zeros(5, dtype=torch.int64), None)(x)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return bool((out - want).abs().max() <= 0.01 * want.abs().max())
+        return Int8Linear(packed, torch.ones(5), torch.zeros(5, dtype=torch.int64), None)(x)
+
+    out, want = attempt("oneDNN product of int8", product), x.float() @ weight.float().T
+    return out is not None and bool((out - want).abs().max() <= 0.01 * want.abs().max())

@@ -24,6 +24,7 @@ from ..api import (
 from ..quantized import check, of_expert
 from ..reference import ReferenceOps, gated
 from . import delta_net, quantized
+from .probe import attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,11 @@ def can_reorder(dtype: torch.dtype) -> bool:
         return False
     x = torch.arange(12, dtype=dtype).view(3, 4)
     weight = torch.arange(20, dtype=dtype).view(5, 4)
-    try:
+
+    def product() -> Tensor:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        out = torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return torch.allclose(out.float(), F.linear(x.float(), weight.float()), rtol=1e-2)
+        return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+
+    out = attempt(f"oneDNN linear with reordered {dtype}", product)
+    want = F.linear(x.float(), weight.float())
+    return out is not None and torch.allclose(out.float(), want, rtol=1e-2)
