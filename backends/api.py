@@ -654,7 +654,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What kernels and layouts depend on.
+    """What kernels depend on.
 
     Attributes:
         arch: "sm_90", "gfx942", or the best of a CPU's instruction sets.
@@ -663,8 +663,6 @@ class DeviceFacts:
         dist_backend: of torch.distributed.
         has_bf16: whether bfloat16 is multiplied in hardware.
         fp8: the 8-bit float that is multiplied in hardware; None where there is none.
-        fp8_max: the largest magnitude that is written in it.
-        expert_layout: in which order the best kernels want experts' weights, N the outputs.
     """
 
     arch: str
@@ -673,8 +671,6 @@ class DeviceFacts:
     dist_backend: Literal["nccl", "xccl", "gloo"]
     has_bf16: bool
     fp8: torch.dtype | None = None
-    fp8_max: float = 0.0
-    expert_layout: Literal["E,N,K", "E,N,K in tiles of 16 x 16", "E,K,N"] = "E,N,K"
 
 
 class DeviceRuntime(Protocol):

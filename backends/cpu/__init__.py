@@ -73,8 +73,7 @@ class CpuRuntime:
 
     def default_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """bfloat16 where the processor multiplies it, else float32."""
-        has_bf16 = not self.features.isdisjoint(("avx512_bf16", "amx_bf16"))
-        return torch.bfloat16 if has_bf16 else torch.float32
+        return torch.bfloat16 if self.facts.has_bf16 else torch.float32
 
     def set_threads(self, count: int | None) -> None:
         """How many threads compute; None is one a core. Call it on the thread that computes."""

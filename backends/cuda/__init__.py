@@ -39,7 +39,6 @@ def facts(major: int, minor: int, shared_bytes: int = 0) -> DeviceFacts:
         dist_backend="nccl",
         has_bf16=major >= 8,
         fp8=fp8,
-        fp8_max=0.0 if fp8 is None else torch.finfo(fp8).max,
     )
 
 
@@ -75,10 +74,9 @@ class CudaRuntime:
         return free + cached, total
 
     def default_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The weights' own type, in 16 bits; bfloat16 needs Ampere (sm_80)."""
-        if model_dtype == torch.float16 or self.capability < (8, 0):
-            return torch.float16
-        return torch.bfloat16
+        """The weights' own type, in 16 bits."""
+        is_half = model_dtype == torch.float16 or not self.facts.has_bf16
+        return torch.float16 if is_half else torch.bfloat16
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..api import Provider
 
 LDS_BYTES = {"gfx950": 163_840}  # 64 KiB on all before
-FNUZ_MAX = 224.0  # of 240: AMD's kernels and other engines keep this distance
 CDNA = ("gfx908", "gfx90a", "gfx942", "gfx950")
 
 
@@ -35,11 +34,11 @@ def facts(arch: str) -> DeviceFacts:
     The fp8 of gfx942 is e4m3fnuz, whose exponents mean half and which has no -0; gfx950's and
     RDNA4's is everybody's e4m3fn.
     """
-    fp8, fp8_max, is_cdna = None, 0.0, arch in CDNA
+    fp8, is_cdna = None, arch in CDNA
     if arch == "gfx942":
-        fp8, fp8_max = torch.float8_e4m3fnuz, FNUZ_MAX
+        fp8 = torch.float8_e4m3fnuz
     elif arch == "gfx950" or arch.startswith("gfx12"):
-        fp8, fp8_max = torch.float8_e4m3fn, 448.0
+        fp8 = torch.float8_e4m3fn
     return DeviceFacts(
         arch=arch,
         warp_size=64 if is_cdna else 32,
@@ -47,8 +46,6 @@ def facts(arch: str) -> DeviceFacts:
         dist_backend="nccl",  # RCCL's name in torch
         has_bf16=arch not in ("gfx900", "gfx906"),
         fp8=fp8,
-        fp8_max=fp8_max,
-        expert_layout="E,N,K in tiles of 16 x 16" if arch in ("gfx942", "gfx950") else "E,N,K",
     )
 
 
@@ -69,11 +66,6 @@ class RocmRuntime(CudaRuntime):
         self.num_cores = properties.multi_processor_count
         gib = properties.total_memory / 2**30
         self.description = f"{properties.name}, {self.facts.arch}, {gib:.0f} GiB"
-
-    def default_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The weights' own type, in 16 bits."""
-        is_half = model_dtype == torch.float16 or not self.facts.has_bf16
-        return torch.float16 if is_half else torch.bfloat16
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Run a function on the stream that captures it, capture it, return what replays it.

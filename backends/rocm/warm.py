@@ -20,10 +20,8 @@ if importlib.util.find_spec("triton") is not None:
     from ..triton.warm import tiny_batch
 
 SIZE = 1024  # of the vectors that are normed and gated
-ROWS, Q_LENS = (
-    4,
-    (1, 64, 300),
-)  # decode, a short extend, a long one: libraries have kernels for each
+ROWS = 4
+Q_LENS = (1, 64, 300)  # decode, a short extend, a long one: libraries have kernels for each
 
 
 def op_steps(

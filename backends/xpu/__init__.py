@@ -38,8 +38,6 @@ def facts(properties: Any) -> DeviceFacts:
         dist_backend="xccl",
         has_bf16=getattr(properties, "has_bfloat16_conversions", True) and not is_alchemist,
         fp8=torch.float8_e4m3fn,
-        fp8_max=448.0,
-        expert_layout="E,K,N",
     )
 
 

@@ -12,7 +12,7 @@ from cases import AttentionCase, build_attention, make_rope, moved, random_exper
 
 from stoker.backends import cpu
 from stoker.backends.api import BackendError, LayerCache, LayerWeights
-from stoker.backends.cpu import build, native_ops
+from stoker.backends.cpu import build, native_ops, probe
 from stoker.backends.cpu.memory import HUGE_PAGE, Arena
 from stoker.backends.cpu.native_ops import NativeOps
 from stoker.backends.reference import ReferenceOps
@@ -37,10 +37,20 @@ def test_memory_is_free_of_total():
         ({"avx512f"}, torch.float32),
     ],
 )
-def test_bfloat16_is_the_default_where_it_is_multiplied(features, dtype):
+def test_bfloat16_is_the_default_where_it_is_multiplied(features, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "_cpu_features", lambda: frozenset(features))
     runtime = cpu.runtime()
-    runtime.features = frozenset(features)
     assert runtime.default_dtype(torch.bfloat16) == dtype
+
+
+def test_an_op_that_torch_lacks_is_told_of(caplog):
+    def product():
+        return torch.ops.mkldnn.no_such_op(1)
+
+    with caplog.at_level("INFO", "stoker.backends.cpu.probe"):
+        assert probe.attempt("product of nothing", product) is None
+    assert "no product of nothing: " in caplog.text and "no_such_op" in caplog.text
+    assert probe.attempt("sum", lambda: torch.ones(3).sum()) == 3
 
 
 def test_threads_are_torchs():

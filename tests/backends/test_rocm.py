@@ -77,9 +77,6 @@ def test_auto_takes_rocm_where_cuda_says_no(hip):
 def test_facts(arch, warp_size, shared_bytes, kind):
     facts = rocm.facts(arch)
     assert (facts.warp_size, facts.shared_bytes, facts.fp8) == (warp_size, shared_bytes, kind)
-    if kind is not None:
-        largest = torch.tensor(facts.fp8_max).to(kind).float()
-        assert largest == facts.fp8_max <= torch.finfo(kind).max
 
 
 def test_aiter_is_for_its_architectures_alone():
