@@ -290,8 +290,6 @@ def _open(record: BackendModule) -> tuple[ModuleType, DeviceRuntime]:
         module = importlib.import_module(record.module, __package__)
         return module, module.runtime()
     except (ImportError, BackendError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}{record.module}":
-            raise BackendError(f"backend {record.name} is not written yet") from None
         raise BackendError(f"backend {record.name} cannot run here: {error}") from error
 
 

@@ -60,12 +60,7 @@ def provided() -> list[tuple[str, str, str]]:
     """Every (backend, op, provider) there is, in the order of ops and providers."""
     found = []
     for record in registry.BACKENDS:
-        try:
-            module = importlib.import_module(record.module, "stoker.backends")
-        except ModuleNotFoundError as error:
-            if error.name != f"stoker.backends{record.module}":
-                raise
-            continue  # not written yet
+        module = importlib.import_module(record.module, "stoker.backends")
         for op in (*registry.OP_NAMES, *registry.FUSED_OPS, *registry.OPTIONAL_OPS):
             found += [(record.name, op, p.name) for p in module.providers() if hasattr(p, op)]
     return found
