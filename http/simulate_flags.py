@@ -14,7 +14,13 @@ from .flag_types import non_negative, non_negative_int, positive, positive_int, 
 from .settings import add_flags
 
 GROUPS = ("scheduling", "memory")  # of the engine's settings, those that a simulation heeds,
-UNSIMULATED = ("kv_cache_dtype", "window_kv_ratio", "state_snapshots")  # but for these,
+UNSIMULATED = (  # but for these,
+    "kv_cache_dtype",
+    "window_kv_ratio",
+    "state_snapshots",
+    "warm_prefixes",
+    "cache_events",
+)
 ALSO = ("model", "max_model_len", "dtype", "queue_timeout", "seed", "check")  # and these
 MODEL = "a config.json, its folder, or a known shape (qwen3-8b, ...; a wrong name lists them)"
 ROUTERS = ("round-robin", "least-loaded", "cache-aware")
@@ -64,7 +70,7 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=positive_int, help="requests under way (closed loop)")
     laws = "a number, uniform:LOW:HIGH, normal:MEAN:STD, lognormal:MEDIAN:SIGMA, exponential:MEAN"
     for name, default in (("prompt", "512"), ("output", "128")):
-        text = f"tokens of a {name}: {laws} (default: %(default)s)"
+        text = f"tokens of each {name}: {laws} (default: %(default)s)"
         add(f"--{name}-len", type=_lengths, default=default, help=text)
     add(
         "--prefix-len",
