@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Grouped-query attention with rotary embedding, q and k norms, and a window."""
+    """Grouped-query attention with rotary embedding, q and k norms, and a window.
+
+    Attributes:
+        is_plain: `Ops.write_qkv` and `Ops.attend` are all that it does.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,11 @@ class Attention:
         )
         self.out = Linear(
             {f"{name}.o_proj": config.hidden_size}, heads * dim, config.o_bias, parameters
+        )
+        self.is_plain = (
+            config.qk_norm in (None, "head")
+            and not config.output_gate
+            and config.query_scaling is None
         )
         # Norms with one weight for all heads are the op's; others come before it.
         self.q_norm = self.k_norm = None

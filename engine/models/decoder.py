@@ -116,19 +116,21 @@ class DecoderLayer:
         if isinstance(attention, DeltaNet):
             attention.finish()
         before, after, before_mlp, after_mlp = self._norms
-        if (
-            isinstance(attention, Attention)
-            and self._config.qk_norm in (None, "head")
-            and not self._config.output_gate
-            and self._config.query_scaling is None
-            and isinstance(mlp, MLP)
-            and mlp.is_gated
-            and _are_plain(attention.qkv, attention.out, mlp.gate_up, mlp.down)
-            and isinstance(before, RMSNorm)
+        if not (
+            isinstance(before, RMSNorm)
             and isinstance(before_mlp, RMSNorm)
-            and not isinstance(after, LayerNorm)
-            and not isinstance(after_mlp, LayerNorm)
+            and _are_plain(attention.qkv, attention.out)
         ):
+            return
+        if isinstance(mlp, MixtureOfExperts):
+            self._adds_experts = mlp.can_add and after is None and after_mlp is None
+        elif (
+            isinstance(attention, Attention)
+            and attention.is_plain
+            and mlp.is_gated
+            and _are_plain(mlp.gate_up, mlp.down)
+        ):
+            assert not isinstance(after, LayerNorm) and not isinstance(after_mlp, LayerNorm)
             self._weights = LayerWeights(
                 spec=attention.spec,
                 rope=attention.rope,
@@ -146,16 +148,6 @@ class DecoderLayer:
                 mlp_out_norm=weight_of(after_mlp),
             )
             self._whole = getattr(self._ops, "decoder_layer", None)
-        self._adds_experts = (
-            isinstance(mlp, MixtureOfExperts)
-            and mlp.can_add
-            and _are_plain(attention.qkv, attention.out)
-            and isinstance(before, RMSNorm)
-            and isinstance(before_mlp, RMSNorm)
-            and after is None
-            and after_mlp is None
-            and not self._parallel
-        )
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, meta: BatchMeta, cache: Any

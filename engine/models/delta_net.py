@@ -30,24 +30,24 @@ class DeltaNet:
         self, name: str, config: ModelConfig, delta_net: DeltaNetConfig, parameters: Parameters
     ):
         c, hidden = delta_net, config.hidden_size
-        keys, self._values = c.num_key_heads * c.key_dim, c.num_value_heads * c.value_dim
-        channels = 2 * keys + self._values
+        keys, values = c.num_key_heads * c.key_dim, c.num_value_heads * c.value_dim
+        channels = 2 * keys + values
         if c.interleaved:
             parts = {
-                "in_proj_qkvz": channels + self._values,
+                "in_proj_qkvz": channels + values,
                 "in_proj_ba": 2 * c.num_value_heads,
             }
         else:
             parts = {
                 "in_proj_qkv": channels,
-                "in_proj_z": self._values,
+                "in_proj_z": values,
                 "in_proj_b": c.num_value_heads,
                 "in_proj_a": c.num_value_heads,
             }
-        self._widths = [channels + self._values, 2 * c.num_value_heads]
+        self._widths = [channels + values, 2 * c.num_value_heads]
         self._config, self._eps, self._parameters = c, config.norm_eps, parameters
         self.qkv = Linear({f"{name}.{p}": n for p, n in parts.items()}, hidden, False, parameters)
-        self.out = Linear({f"{name}.out_proj": hidden}, self._values, False, parameters)
+        self.out = Linear({f"{name}.out_proj": hidden}, values, False, parameters)
         self.state_shapes = (
             (channels, c.kernel_size - 1),
             (c.num_value_heads, c.key_dim, c.value_dim),

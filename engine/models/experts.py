@@ -5,7 +5,7 @@ Runs on: gpu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,58 @@ from .parameters import Expected, Parameters
 
 if TYPE_CHECKING:
     from .config import ModelConfig, MoEConfig
+
+
+def projections(
+    names: Sequence[str], hidden: int, inner: int
+) -> Iterator[tuple[str, str, int, tuple[int, int]]]:
+    """The gate, up and down projections of a gated MLP, if it has names for them.
+
+    Yields:
+        The name, the weight that it is in ("gate_up" or "down"), 1 for the second half of that,
+        else 0, and the shape [out, in].
+    """
+    for name, which, half in zip(names, ("gate_up", "gate_up", "down"), (0, 1, 0), strict=False):
+        yield name, which, half, (hidden, inner) if which == "down" else (inner, hidden)
+
+
+def expect_stacked(
+    parameters: Parameters,
+    moe: MoEConfig,
+    name: str,
+    which: str,
+    shape: tuple[int, ...],
+    put: Callable[[Tensor], None],
+    single: Sequence[str],
+) -> None:
+    """Declare all experts' weights as one tensor, which may take the place of `single` ones.
+
+    Args:
+        which: "gate_up" or "down".
+        shape: (num_experts, out, in), as `put` gets it, with the gate's rows first.
+    """
+    num, num_out, num_in = shape
+    transposed = (num, num_in, num_out)
+
+    def put_in_order(tensor: Tensor) -> None:
+        if moe.transposed and tensor.shape == transposed:
+            tensor = tensor.transpose(1, 2)
+        put(gate_first(moe, which, tensor))
+
+    if single:
+        parameters.expect_instead(name, shape, put_in_order, single)
+    elif moe.transposed:
+        other = None if moe.interleaved else shape
+        parameters.expect(name, Expected(transposed, other=other), put_in_order)
+    else:
+        parameters.expect(name, shape, put_in_order)
+
+
+def gate_first(moe: MoEConfig, which: str, rows: Tensor) -> Tensor:
+    """Weights or biases [num_experts, out, ...] of "gate_up" or "down", the gate's rows first."""
+    if which == "down" or not moe.interleaved:
+        return rows
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
 
 class Experts:
@@ -51,34 +103,24 @@ class Experts:
         self._weights: dict[str, Tensor] = {}  # until all are there
         self._missing = num * (6 if moe.bias else 3) + len(shared)  # gate, up, down of each
         single: dict[str, list[str]] = {"gate_up": [], "down": []}
-        parts = zip(moe.projections, ("gate_up", "gate_up", "down"), (0, inner, 0), strict=False)
-        for projection, which, first in parts:
-            shape = (hidden, inner) if which == "down" else (inner, hidden)
-            rows = slice(first, first + shape[0])
+        for projection, which, half, shape in projections(moe.projections, hidden, inner):
+            rows = slice(half * inner, half * inner + shape[0])
             for expert in range(num):
                 full_name = f"{name}.experts.{expert}.{projection}.weight"
                 single[which].append(full_name)
                 parameters.expect(full_name, shape, partial(self._put, which, expert, rows))
-        parts = zip(shared, ("gate_up", "gate_up", "down"), (0, inner, 0), strict=False)
-        size = moe.router.num_shared * inner
-        for full_name, which, first in parts:
-            shape = (hidden, size) if which == "down" else (size, hidden)
-            put = partial(self._put_shared, which, first)
+        for full_name, which, half, shape in projections(
+            shared, hidden, moe.router.num_shared * inner
+        ):
+            put = partial(self._put_shared, which, half * inner)
             parameters.expect(f"{full_name}.weight", shape, put)
         for which, stacked in zip(("gate_up", "down"), moe.stacked, strict=True):
-            full_name = f"{name}.{stacked}"
-            num_out, num_in = self._shapes[which]
+            full_name, whole = f"{name}.{stacked}", (num, *self._shapes[which])
             put = partial(self._put_stacked, which)
-            if single[which]:
-                parameters.expect_instead(full_name, (num, num_out, num_in), put, single[which])
-            elif moe.transposed:
-                other = None if moe.interleaved else (num, num_out, num_in)
-                parameters.expect(full_name, Expected((num, num_in, num_out), other=other), put)
-            else:
-                parameters.expect(full_name, (num, num_out, num_in), put)
+            expect_stacked(parameters, moe, full_name, which, whole, put, single[which])
             if moe.bias:
-                put = partial(self._put_stacked, f"{which}_bias")
-                parameters.expect(f"{full_name}_bias", (num, num_out), put)
+                put = partial(self._put_biases, which)
+                parameters.expect(f"{full_name}_bias", whole[:2], put)
 
     def _put(self, which: str, expert: int, rows: slice, tensor: Tensor) -> None:
         self._target(which)[expert, rows].copy_(tensor)
@@ -94,14 +136,12 @@ class Experts:
         self._loaded(1)
 
     def _put_stacked(self, which: str, tensor: Tensor) -> None:
-        num, shape = self._moe.num_experts, self._shapes[which]
-        target = self._target(which)[:num]
-        if self._moe.transposed and tensor.shape == (num, *reversed(shape)):
-            tensor = tensor.transpose(1, -1)  # of a bias, nothing
-        if self._moe.interleaved and which.startswith("gate_up"):
-            tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
-        target.copy_(tensor)
-        self._loaded(self._moe.num_experts * (2 if which.startswith("gate_up") else 1))
+        num = self._moe.num_experts
+        self._target(which)[:num].copy_(tensor)
+        self._loaded(num * (2 if which.startswith("gate_up") else 1))
+
+    def _put_biases(self, which: str, tensor: Tensor) -> None:
+        self._put_stacked(f"{which}_bias", gate_first(self._moe, which, tensor))
 
     def _target(self, which: str) -> Tensor:
         if which not in self._weights:

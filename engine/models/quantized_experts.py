@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...backends import api
 from ..api.errors import StartError
+from .experts import expect_stacked, gate_first, projections
 from .parameters import Expected, Parameters
 from .quantization.mxfp4 import Mxfp4
 from .quantization.online import EightBits, FourBits
@@ -39,13 +40,11 @@ class QuantizedExperts:
         self._biases: dict[str, Tensor] = {}
         self._packed: Any = None
         single: dict[str, list[str]] = {"gate_up": [], "down": []}
-        parts = zip(moe.projections, ("gate_up", "gate_up", "down"), (0, inner, 0), strict=False)
-        for projection, which, row in parts:
-            num_out, num_in = (hidden, inner) if which == "down" else (inner, hidden)
+        for projection, which, half, shape in projections(moe.projections, hidden, inner):
             for expert in range(num):
                 part = f"{name}.experts.{expert}.{projection}"
-                put = partial(self._put, which, expert, row)
-                parameters.expect_quantized(part, num_out, num_in, put)
+                put = partial(self._put, which, expert, half * inner)
+                parameters.expect_quantized(part, *shape, put)
                 single[which].append(f"{part}.weight")
         for which, stacked in zip(("gate_up", "down"), moe.stacked, strict=True):
             self._expect_stacked(which, f"{name}.{stacked}", single[which])
@@ -66,13 +65,7 @@ class QuantizedExperts:
                 parameters.expect(f"{name}_{suffix}", every, put)
         elif isinstance(scheme, EightBits | FourBits):
             put = partial(self._put_floats, which, scheme)
-            if single:
-                parameters.expect_instead(name, stack.shape, put, single)
-            elif moe.transposed:
-                other = None if moe.interleaved else stack.shape
-                parameters.expect(name, Expected((num, num_in, num_out), other=other), put)
-            else:
-                parameters.expect(name, stack.shape, put)
+            expect_stacked(parameters, moe, name, which, stack.shape, put, single)
         elif not single:
             raise StartError(f"experts in one tensor ({name}) are read as MXFP4 only")
 
@@ -83,31 +76,23 @@ class QuantizedExperts:
     def _put_blocks(
         self, which: str, scheme: Mxfp4, tensors: dict[str, Tensor], suffix: str, tensor: Tensor
     ) -> None:
-        tensors[suffix] = self._in_order(which, tensor).to(self._parameters.device, copy=True)
+        tensor = gate_first(self._moe, which, tensor)
+        tensors[suffix] = tensor.to(self._parameters.device, copy=True)
         if len(tensors) == 2:
             self._stacks[which].whole = scheme.load(tensors, *self._stacks[which].shape[1:])
             tensors.clear()
             self._finish()
 
     def _put_floats(self, which: str, scheme: EightBits | FourBits, tensor: Tensor) -> None:
-        num, num_out, num_in = self._stacks[which].shape
-        if self._moe.transposed and tensor.shape == (num, num_in, num_out):
-            tensor = tensor.transpose(1, 2)
-        for expert, one in enumerate(self._in_order(which, tensor)):
+        for expert, one in enumerate(tensor):
             weight = one.to(self._parameters.device).contiguous()
-            self._put(which, expert, 0, scheme.load({"weight": weight}, num_out, num_in))
+            self._put(which, expert, 0, scheme.load({"weight": weight}, *weight.shape))
 
     def _put_bias(self, which: str, tensor: Tensor) -> None:
         device, dtype = self._parameters.device, self._parameters.dtype
-        bias = self._in_order(which, tensor).to(device, dtype, copy=True)
+        bias = gate_first(self._moe, which, tensor).to(device, dtype, copy=True)
         self._biases[f"{which}_bias"] = bias
         self._finish()
-
-    def _in_order(self, which: str, rows: Tensor) -> Tensor:
-        """[num_experts, out, ...] with the gate's rows first."""
-        if which == "down" or not self._moe.interleaved:
-            return rows
-        return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
     def _finish(self) -> None:
         gate_up, down = (stack.whole for stack in self._stacks.values())
