@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,12 +24,12 @@ from .api.config import EngineConfig
 from .api.errors import RequestError, StartError
 from .api.sampling_params import SamplingParams
 from .core.budget import StepCost
-from .core.configure import chunk_tokens, make_scheduler, split_pool
+from .core.configure import chunk_tokens, make_scheduler
 from .core.scheduler import Scheduler
 from .core.tiers import Tiers
-from .core.windows import pages_of_window
 from .models.decoder import Decoder
 from .models.quantization import config as quantization
+from .pool_sizes import pool_sizes, warn_of_idle_flags, windows_of
 from .runtime import gguf_weights, kv_buffers, kv_copies, model_files, weights
 from .runtime.fingerprint import fingerprint
 from .runtime.runner import ModelRunner
@@ -50,24 +50,9 @@ log = logging.getLogger("stoker")
 
 Progress = Callable[[str, int, int], None]
 
-CPU_POOL_SHARE = 0.25  # of the free memory: the machine has other uses for the rest
 MAX_GRAPH_ROWS = 512
 STEP_LOAD_BYTES = 256 << 20  # from the host in a step while streams run: about 5 ms of PCIe 5
 CPU_STEP_LOAD_BYTES = 32 << 20  # the GPU thread copies them itself
-GRAPH_BYTES = 1 << 30  # captured graphs, cuBLAS workspaces, fragments
-
-
-class PoolSizes(NamedTuple):
-    """What there is room for.
-
-    Attributes:
-        tokens: of the KV pool. snapshots: of recurrent states.
-        window_tokens: of the pool of layers with a window; 0 where all layers share one.
-    """
-
-    tokens: int
-    snapshots: int = 0
-    window_tokens: int = 0
 
 
 class Builder:
@@ -174,16 +159,26 @@ class Builder:
             with self._phase("kernels"):
                 warming.result()
             with self._phase("warm-up"):
-                few = 2 + chunk // page_size
-                runner = self._runner(
-                    backend, model, few, few if self._window(model) else 0, num_states=1
-                )
+                runner = self._small_runner(backend, model, num_states=1)
                 working_bytes = runner.measure(chunk)
         with self._phase("kv pool"):
-            sizes = self._pool_sizes(runtime, model, dtype, working_bytes)
+            window = self._window(model)
+            sizes = pool_sizes(
+                config,
+                runtime,
+                model,
+                dtype=dtype,
+                kv_dtype=self._fp8_cache or dtype,
+                page_size=page_size,
+                max_model_len=self.max_model_len,
+                chunk=chunk,
+                max_step_tokens=self._max_step_tokens,
+                window=window,
+                working_bytes=working_bytes,
+            )
             tokens, num_slots = sizes.tokens, config.max_running_requests + 1
             num_window_pages = 1 + sizes.window_tokens // page_size if sizes.window_tokens else 0
-            self._say_what_is_not_heeded(model, sizes)
+            warn_of_idle_flags(config, sizes)
             try:
                 runner = self._runner(
                     backend,
@@ -213,7 +208,7 @@ class Builder:
             cost=cost,
             tiers=tiers,
             num_snapshots=sizes.snapshots if model.state_spec else None,
-            window=self._window(model) if num_window_pages else None,
+            window=window if num_window_pages else None,
             num_window_pages=num_window_pages,
         )
         return scheduler, runner
@@ -247,14 +242,7 @@ class Builder:
             (name, torch.empty(shape, device=device, dtype=model.dtypes.get(name, self._dtype)))
             for name, shape in model.shapes.items()
         )
-        few = 2 + self._chunk // self._page_size
-        runner = self._runner(
-            backend,
-            model,
-            few,
-            few if self._window(model) else 0,
-            num_states=self.config.max_running_requests + 1,
-        )
+        runner = self._small_runner(backend, model, num_states=self.config.max_running_requests + 1)
         steps: list[Callable[[], None]] = [partial(runner.walk, self._chunk)]
         steps += backend.warm_steps(_kinds(model), self._dtype, self._page_size)
         if not self.config.disable_graphs:
@@ -319,6 +307,12 @@ class Builder:
             return None
         window = max(filter(None, windows_of(model)), default=self.max_model_len)
         return window if window < self.max_model_len else None
+
+    def _small_runner(self, backend: Backend, model: Decoder, *, num_states: int) -> ModelRunner:
+        """With pages for a step of one chunk."""
+        few = 2 + self._chunk // self._page_size
+        num_window_pages = few if self._window(model) else 0
+        return self._runner(backend, model, few, num_window_pages, num_states=num_states)
 
     def _runner(
         self,
@@ -433,79 +427,11 @@ class Builder:
             return gguf_weights.from_gguf(files.gguf, self._model, dtype, progress)
         return weights.from_safetensors(list(files.weights), self._model, progress)
 
-    def _pool_sizes(
-        self, runtime: DeviceRuntime, model: Decoder, dtype: torch.dtype, working_bytes: int
-    ) -> PoolSizes:
-        """What KV pool and snapshots hold, with room left for a step's working memory."""
-        config = self.config
-        per_state = kv_buffers.bytes_per_state(model.state_spec, dtype)
-        snapshots = config.state_snapshots
-        if snapshots is None:
-            snapshots = 2 * config.max_running_requests if per_state else 0
-        window, windowed = self._window(model), 0
-        useful = least = 0
-        if window is not None:
-            least = pages_of_window(window, self._page_size) * self._page_size
-            # As much as all requests that may run hold, and once more for the prefix cache.
-            useful = 2 * (config.max_running_requests * least + self._max_step_tokens)
-            least += self._chunk
-        if config.kv_tokens is not None:
-            windowed = min(int(config.kv_tokens * config.window_kv_ratio), useful)
-            return PoolSizes(config.kv_tokens, snapshots, windowed if windowed > least else 0)
-        free, total = runtime.memory()
-        if runtime.device.type == "cpu":
-            budget = int(free * CPU_POOL_SHARE)
-        else:
-            reserve = max(int(total * (1 - config.mem_fraction)), working_bytes + GRAPH_BYTES)
-            budget = free - reserve
-        budget -= (config.max_running_requests + 1) * per_state
-        if per_state and config.state_snapshots is None:
-            snapshots = min(snapshots, max(budget, 0) // 4 // per_state)
-        budget -= snapshots * per_state
-        kv_dtype = self._fp8_cache or dtype
-        per_token = kv_buffers.bytes_per_token(model.kv_spec, kv_dtype)
-        most = config.max_running_requests * self.max_model_len
-        tokens = min(budget // per_token, most)
-        if window is not None:
-            shapes = zip(model.kv_spec, windows_of(model), strict=True)
-            full = kv_buffers.bytes_per_token([s for s, own in shapes if not own], kv_dtype)
-            ratio = config.window_kv_ratio
-            sizes = split_pool(budget, full, per_token - full, ratio, most, useful)
-            if sizes[1] > least:
-                tokens, windowed = sizes
-        if tokens < 256:
-            others, flags = "", "--mem-fraction, or --kv-tokens"
-            if per_state:
-                others = f" and a request's state {per_state / 2**20:.1f} MiB"
-                flags = "--mem-fraction, or fewer --max-running-requests or --state-snapshots"
-            raise StartError(
-                f"no memory for the KV cache: {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB "
-                f"are free, a token takes {per_token / 2**10:.0f} KiB{others}; a smaller model, a "
-                f"higher {flags} may help"
-            )
-        return PoolSizes(tokens, snapshots, windowed)
-
-    def _say_what_is_not_heeded(self, model: Decoder, sizes: PoolSizes) -> None:
-        config = self.config
-        if config.state_snapshots and not sizes.snapshots:
-            log.warning("--state-snapshots does nothing: no recurrent layers, or no prefix cache")
-        default = EngineConfig.model_fields["window_kv_ratio"].default
-        if config.window_kv_ratio not in (default, 1.0) and not sizes.window_tokens:
-            log.warning(
-                "--window-kv-ratio does nothing: no windows, a host cache or recurrent states "
-                "beside them, or too small a pool to divide"
-            )
-
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - began
-
-
-def windows_of(model: Decoder) -> list[int | None]:
-    """The window of each layer with a KV pool."""
-    return [getattr(spec, "window", None) for spec in model.attention_specs]
 
 
 @contextmanager
