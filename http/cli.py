@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
     settings(command("warm", _warm, "Compile what serving a model needs, so that starts do not."))
     command("backends", _backends, "What each backend would use on this machine, and why not.")
-    text = "Check every op on this machine's device against float64; prints a report to send back."
+    text = "Check every op on this machine's device against float64; writes a report to send back."
     check = command("check-backend", _check_backend, text)
     check.add_argument(
         "--backend", default="auto", help="hardware; auto takes the first that works"
