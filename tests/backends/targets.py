@@ -22,15 +22,13 @@ class Target(checks.Target):
     proves: tuple[tuple[str, str], ...] = ()
     asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
-    def require(self, op: str):
+    def op(self, name: str):
         """The provider's method, or a skip where it does not have this op."""
-        method = getattr(self.provider, op, None)
+        method = getattr(self.provider, name, None)
         if method is None:
-            pytest.skip(f"{self.provider.name} does not have {op}")
-        self.asked.add(op)
+            pytest.skip(f"{self.provider.name} does not have {name}")
+        self.asked.add(name)
         return method
-
-    op = require
 
 
 def targets() -> list:
