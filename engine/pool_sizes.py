@@ -71,8 +71,10 @@ def pool_sizes(
     """
     per_state = kv_buffers.bytes_per_state(model.state_spec, dtype)
     snapshots = config.state_snapshots
-    if snapshots is None:
-        snapshots = 2 * config.max_running_requests if per_state else 0
+    if not per_state or config.disable_radix_cache:
+        snapshots = 0
+    elif snapshots is None:
+        snapshots = 2 * config.max_running_requests
     windowed = useful = least = 0
     if window is not None:
         least = pages_of_window(window, page_size) * page_size
