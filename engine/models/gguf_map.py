@@ -19,7 +19,8 @@ from .registry import FAMILIES, family_of_gguf
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .config import Family, ModelConfig
+    from .config import ModelConfig
+    from .hf_config import Family
 
 KEYS = {  # after the architecture's prefix; what a family calls otherwise is in FAMILY_KEYS
     "embedding_length": "hidden_size",

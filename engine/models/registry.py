@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import StartError
-from .config import Family, Fields, ModelConfig, common
+from .config import ModelConfig
 from .decoder import Decoder
 from .families import (
     cohere,
@@ -50,6 +50,7 @@ from .families import (
     stablelm,
     starcoder2,
 )
+from .hf_config import Family, Fields, common
 from .quantization import config as quantization
 
 if TYPE_CHECKING:

@@ -7,16 +7,8 @@ from dataclasses import replace
 
 from ....backends.api import RouterSpec
 from ...api.errors import StartError
-from ..config import (
-    Family,
-    Fields,
-    LatentConfig,
-    ModelConfig,
-    MoEConfig,
-    SharedExpert,
-    rope,
-    yarn_mscale,
-)
+from ..config import LatentConfig, ModelConfig, MoEConfig, SharedExpert
+from ..hf_config import Family, Fields, rope, yarn_mscale
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -6,7 +6,8 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ...api.errors import StartError
-from ..config import Family, Fields, LayerNorms, ModelConfig, windows_by_layer
+from ..config import LayerNorms, ModelConfig
+from ..hf_config import Family, Fields, windows_by_layer
 
 SANDWICH_NORMS = LayerNorms(
     "input_layernorm",

@@ -6,7 +6,8 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ...api.errors import StartError
-from ..config import Family, Fields, ModelConfig, rope, windows_by_layer
+from ..config import ModelConfig
+from ..hf_config import Family, Fields, rope, windows_by_layer
 from .gemma2 import SANDWICH_NORMS
 
 

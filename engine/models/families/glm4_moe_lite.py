@@ -6,7 +6,8 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ...api.errors import StartError
-from ..config import Family, Fields, ModelConfig
+from ..config import ModelConfig
+from ..hf_config import Family, Fields
 from . import deepseek_v3
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ....backends.api import RouterSpec
 from ...api.errors import StartError
-from ..config import Family, Fields, ModelConfig, MoEConfig, windows_by_layer
+from ..config import ModelConfig, MoEConfig
+from ..hf_config import Family, Fields, windows_by_layer
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

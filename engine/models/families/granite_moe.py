@@ -6,7 +6,8 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ....backends.api import RouterSpec
-from ..config import Family, Fields, ModelConfig, MoEConfig, SharedExpert
+from ..config import ModelConfig, MoEConfig, SharedExpert
+from ..hf_config import Family, Fields
 from . import granite
 
 

@@ -5,7 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ..config import Family, Fields, ModelConfig
+from ..config import ModelConfig
+from ..hf_config import Family, Fields
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

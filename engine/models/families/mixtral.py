@@ -6,7 +6,8 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ....backends.api import RouterSpec
-from ..config import Family, Fields, ModelConfig, MoEConfig, one_window
+from ..config import ModelConfig, MoEConfig
+from ..hf_config import Family, Fields, one_window
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,7 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ..config import Family, Fields, ModelConfig, rope, windows_by_layer
+from ..config import ModelConfig
+from ..hf_config import Family, Fields, rope, windows_by_layer
 from . import olmo2
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ....backends.api import RouterSpec
 from ...api.errors import StartError
-from ..config import Family, Fields, ModelConfig, MoEConfig
+from ..config import ModelConfig, MoEConfig
+from ..hf_config import Family, Fields
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,7 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ..config import Family, Fields, ModelConfig, one_window
+from ..config import ModelConfig
+from ..hf_config import Family, Fields, one_window
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -5,7 +5,8 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ..config import Family, Fields, ModelConfig, windows_by_layer
+from ..config import ModelConfig
+from ..hf_config import Family, Fields, windows_by_layer
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:

@@ -3,7 +3,8 @@
 Runs on: any (pure).
 """
 
-from ..config import Family, Fields, ModelConfig
+from ..config import ModelConfig
+from ..hf_config import Family, Fields
 from .qwen3_next import DEFAULTS, hybrid
 
 

@@ -3,7 +3,8 @@
 Runs on: any (pure).
 """
 
-from ..config import Family, Fields, ModelConfig
+from ..config import ModelConfig
+from ..hf_config import Family, Fields
 from . import qwen3_next
 from .qwen3_5 import IGNORED, RENAMED
 from .qwen3_next import DEFAULTS, MOE_DEFAULTS, hybrid

@@ -6,7 +6,8 @@ Runs on: any (pure).
 from dataclasses import replace
 
 from ...api.errors import StartError
-from ..config import DeltaNetConfig, Family, Fields, ModelConfig, SharedExpert
+from ..config import DeltaNetConfig, ModelConfig, SharedExpert
+from ..hf_config import Family, Fields
 from .qwen2_moe import experts
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...api.errors import StartError
-from ..config import Fields
+from ..hf_config import Fields
 from .awq import Awq
 from .compressed_tensors import PackedInts, PackedMxfp4, PlainCodes
 from .fp8 import Fp8

@@ -8,7 +8,7 @@ from writers import change_config, quantize_folder
 
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.api.errors import StartError
-from stoker.engine.models.config import Fields
+from stoker.engine.models.hf_config import Fields
 from stoker.engine.models.quantization.awq import Awq
 from stoker.engine.models.quantization.compressed_tensors import PackedInts, PlainCodes
 from stoker.engine.models.quantization.config import online, parse
