@@ -51,12 +51,11 @@ def error_response(
     message: str,
     status: int,
     *,
-    param: str | None = None,
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> web.Response:
     """The same as an HTTP response."""
-    body = orjson.dumps(error_object(message, status, param=param, code=code))
+    body = orjson.dumps(error_object(message, status, code=code))
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 

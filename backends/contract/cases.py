@@ -226,9 +226,9 @@ def oracle_inputs(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(up(inputs.q), up(inputs.qkv), meta, cache, spec, inputs.owned)
 
 
-def make_rope(rotary_dim: int, interleaved: bool = False, num_positions: int = 2048) -> Rope:
-    """The plain rotary table of base 10,000."""
-    angles = torch.arange(num_positions)[:, None] * 10000.0 ** (
+def make_rope(rotary_dim: int, interleaved: bool = False) -> Rope:
+    """The plain rotary table of base 10,000, of 2,048 positions."""
+    angles = torch.arange(2048)[:, None] * 10000.0 ** (
         -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     )
     return Rope(torch.cat((angles.cos(), angles.sin()), 1).float(), rotary_dim, interleaved)

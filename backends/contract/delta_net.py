@@ -56,14 +56,14 @@ CASES = [
 
 
 def build_delta_net(
-    case: DeltaNetCase, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+    case: DeltaNetCase, dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> DeltaNetInputs:
     """The tensors of a case in a dtype, on a device.
 
     Inputs are views of wider tensors, the last tokens belong to no row, and states of rows that
     begin hold large numbers. The norm's eps is so large that it does not blow up what was rounded.
     """
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen, dtype=torch.float64)

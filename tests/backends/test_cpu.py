@@ -161,7 +161,7 @@ def test_a_fused_layer_gives_the_bits_of_its_ops(dtype, is_gemma, is_first):
         def linear(num_out, num_in, dtype=dtype):
             return NATIVE.pack_linear((torch.randn(num_out, num_in) / num_in**0.5).to(dtype), None)
 
-        def norm(size, dtype=dtype):
+        def norm(size):
             return torch.randn(size).to(torch.float32 if is_gemma else dtype)
 
         weights = LayerWeights(

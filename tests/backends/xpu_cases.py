@@ -23,7 +23,7 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def attends(case, spec=None, fp8=None, **changed):
+def attends(case, fp8=None, **changed):
     """The error of attend, which must have been the package's."""
     inputs = build_attention(case, torch.bfloat16)
     cache = LayerCache(*(x.nan_to_num(1e4) for x in inputs.cache))
