@@ -25,7 +25,7 @@ import torch
 
 from stoker.backends.api import ExpertWeights, RouterSpec
 from stoker.backends.reference import ReferenceOps
-from stoker.backends.triton import moe
+from stoker.backends.triton import moe, routing
 from stoker.backends.triton.arch import current_arch
 from stoker.backends.triton.moe import Tile, Tiles
 
@@ -113,7 +113,7 @@ class Layers:
         torch.manual_seed(count)
         x = torch.randn(count, self.hidden, device=DEVICE, dtype=DTYPE)
         logits = torch.randn(count, self.num_experts, device=DEVICE)
-        return x, *moe.route(logits, RouterSpec(self.top_k), None)
+        return x, *routing.route(logits, RouterSpec(self.top_k), None)
 
     def used(self, count: int) -> Tiles:
         """The tiles of the table, or default ones."""

@@ -22,6 +22,7 @@ if importlib.util.find_spec("triton") is not None:
         moe,
         moe_quantized,
         page_copies,
+        routing,
         sampling,
         warm,
     )
@@ -165,8 +166,8 @@ class TritonOps:
         return quantized_products.quantized_linear(x, packed, out_dtype)
 
     def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `moe.route`."""
-        return moe.route(logits, spec, bias)
+        """See `routing.route`."""
+        return routing.route(logits, spec, bias)
 
     def pack_experts(self, weights: ExpertWeights) -> moe.PackedExperts:
         """See `moe.pack_experts`."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice of experts, and the products of tokens with those chosen.
+"""Mixtures of experts: the products of tokens with the experts that `routing` chose.
 
 A pair is a token and one of its experts; pairs are numbered token by token. Two ways:
 
@@ -27,14 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..api import ExpertWeights, RouterSpec
+from ..api import ExpertWeights
 from .arch import current_arch
 from .fused import rms_norm
+from .moe_sort import sort_pairs
 
 TABLE = Path(__file__).with_name("moe_tiles.json")
 HAS_DESCRIPTORS = ("sm_90", "sm_100", "interpreter")
-CHUNKS = (256, 2048)  # pairs that are counted at once; more of them take a kernel of their own
-MATCH_ELEMENTS = 8192  # of a block of (pairs x experts) that are compared
 SUM_BLOCK = 1024  # columns a program of the last sum
 
 
@@ -126,118 +125,6 @@ def _table() -> Mapping[str, Any]:
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 
-# --------------------------------------------------------------------------------------- route
-
-
-@triton.jit
-def _route(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    scale,
-    stride_logits,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    NUM_SHARED: tl.constexpr,
-    HAS_SHARED_GATE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    """One token: the expert of the best score, lowest id first, TOP_K times over.
-
-    NaN counts as -inf; once nothing larger is left, expert 0 is chosen again.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    g = tl.arange(0, BLOCK_G)
-    s = tl.arange(0, BLOCK_S)
-    e = g[:, None] * SIZE + s[None, :]
-    live = (g < NUM_GROUPS)[:, None] & (s < SIZE)[None, :]
-    none = float("-inf")
-    x = tl.load(logits_ptr + token * stride_logits + e, mask=live, other=none).to(tl.float32)
-    if IS_SOFTMAX:
-        x = tl.exp(x - tl.max(tl.max(x, 1), 0))
-        scores = x / tl.sum(tl.sum(x, 1), 0)
-    else:
-        scores = tl.sigmoid(x)
-    choice = scores
-    if HAS_BIAS:
-        choice += tl.load(bias_ptr + e, mask=live, other=0.0)
-    choice = tl.where(live & (choice == choice), choice, none)
-    if NUM_GROUPS > 1:
-        group_score = tl.max(choice, 1)
-        if HAS_BIAS:  # the best two
-            best = tl.min(tl.where(choice == group_score[:, None], e, NUM_EXPERTS), 1)
-            group_score += tl.max(tl.where(e == best[:, None], none, choice), 1)
-        is_chosen = g < 0
-        for _ in tl.static_range(TOP_GROUPS):
-            left = tl.where(is_chosen | (g >= NUM_GROUPS), none, group_score)
-            top = tl.max(left, 0)
-            group = tl.min(tl.where((left == top) & (is_chosen == 0), g, NUM_GROUPS), 0)
-            is_chosen = is_chosen | (g == group)
-        choice = tl.where(is_chosen[:, None], choice, none)
-
-    WIDTH: tl.constexpr = TOP_K + NUM_SHARED
-    j = tl.arange(0, triton.next_power_of_2(WIDTH))
-    ids = NUM_EXPERTS + j - TOP_K
-    weights = j.to(tl.float32) * 0.0
-    for rank in tl.static_range(TOP_K):
-        top = tl.max(tl.max(choice, 1), 0)
-        expert = tl.min(tl.min(tl.where(choice == top, e, NUM_EXPERTS), 1), 0)
-        is_it = e == expert
-        weight = tl.sum(tl.sum(tl.where(is_it & live, scores, 0.0), 1), 0)
-        ids = tl.where(j == rank, expert, ids)
-        weights = tl.where(j == rank, weight, weights)
-        choice = tl.where(is_it, none, choice)
-    if RENORMALIZE:
-        weights /= tl.maximum(tl.sum(weights, 0), 1e-20)
-    of_shared = 1.0
-    if HAS_SHARED_GATE:
-        gate = tl.load(logits_ptr + token * stride_logits + NUM_EXPERTS).to(tl.float32)
-        of_shared = tl.sigmoid(gate)
-    weights = tl.where(j < TOP_K, weights * scale, of_shared)
-    tl.store(ids_ptr + token * WIDTH + j, ids, mask=j < WIDTH)
-    tl.store(weights_ptr + token * WIDTH + j, weights, mask=j < WIDTH)
-
-
-def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Expert ids int32 and weights float32, [num_tokens, top_k + num_shared] each."""
-    num_tokens, num_experts = logits.shape
-    num_experts -= spec.has_shared_gate
-    assert logits.stride(1) == 1 and num_experts % spec.num_groups == 0
-    shape = num_tokens, spec.top_k + spec.num_shared
-    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    if num_tokens:
-        _route[(num_tokens,)](
-            logits,
-            bias if bias is not None else logits,
-            ids,
-            weights,
-            spec.scale,
-            logits.stride(0),
-            NUM_EXPERTS=num_experts,
-            TOP_K=spec.top_k,
-            NUM_GROUPS=spec.num_groups,
-            TOP_GROUPS=spec.top_groups,
-            NUM_SHARED=spec.num_shared,
-            HAS_SHARED_GATE=spec.has_shared_gate,
-            BLOCK_G=triton.next_power_of_2(spec.num_groups),
-            BLOCK_S=triton.next_power_of_2(num_experts // spec.num_groups),
-            IS_SOFTMAX=spec.scoring == "softmax",
-            HAS_BIAS=bias is not None,
-            RENORMALIZE=spec.renormalize,
-            num_warps=1,
-        )
-    return ids, weights
-
-
 # ------------------------------------------------------------------------------- parts of both
 
 
@@ -260,7 +147,7 @@ def _load_weights(
 
 
 @triton.jit
-def activate(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
+def _activate(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
     """[ROWS, 2 * WIDTH] of gate, up, gate, up, ... to [ROWS, WIDTH]."""
     gate, up = tl.split(tl.reshape(y, [ROWS, WIDTH, 2]))
     if ACTIVATION == "silu":
@@ -332,7 +219,7 @@ def _pair_gate_up(
         y *= tl.rsqrt(tl.sum(squares, 0) / num_in + eps)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)
-    y = tl.reshape(activate(y, 1, BLOCK_OUT // 2, ACTIVATION), [BLOCK_OUT // 2])
+    y = tl.reshape(_activate(y, 1, BLOCK_OUT // 2, ACTIVATION), [BLOCK_OUT // 2])
     c = first // 2 + tl.arange(0, BLOCK_OUT // 2)
     inner = num_out // 2
     tl.store(out_ptr + pair * inner + c, y.to(out_ptr.dtype.element_ty), mask=c < inner)
@@ -397,82 +284,38 @@ def _pair_down(
 # ---------------------------------------------------------------------------------- many pairs
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count(ids_ptr, counts_ptr, num_pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
-    """How many pairs of a chunk each expert has: counts [num_chunks, BLOCK_E]."""
-    chunk = tl.program_id(0)
-    p = chunk * CHUNK + tl.arange(0, CHUNK)
-    live = p < num_pairs
-    count = tl.histogram(tl.load(ids_ptr + p, mask=live, other=0), BLOCK_E, mask=live)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles", "tile_rows"])
-def _place(
-    ids_ptr,
-    counts_ptr,
-    order_ptr,
-    tiles_ptr,
-    num_pairs,
-    num_chunks,
-    num_tiles,
-    tile_rows,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SINGLE: tl.constexpr,
+@triton.jit
+def store_rows(
+    y,
+    rows,
+    first,
+    place,
+    live,
+    pair,
+    bias_ptr,
+    scales_ptr,
+    out_ptr,
+    num_out,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    IS_GATE_UP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
-    """Put BLOCK_P pairs where they belong in order of their experts, and describe some tiles.
-
-    Every program counts anew what comes before its own pairs: that is less than waiting would be.
-
-    tiles [3, num_tiles]: a tile's expert (NUM_EXPERTS or more for an unused one), its first place
-    in the order, and the place after its expert's last.
-    """
-    first = tl.program_id(0) * BLOCK_P
-    chunk = first // CHUNK
-    e = tl.arange(0, BLOCK_E)
-    p = chunk * CHUNK + tl.arange(0, CHUNK)
-    ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=0)
-    before = tl.histogram(ids, BLOCK_E, mask=p < first)
-    if SINGLE:
-        total = tl.histogram(ids, BLOCK_E, mask=p < num_pairs)
+    """Store a tile's block y [ROWS, BLOCK_OUT]: activated by place, or weighted by pair."""
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+    if IS_GATE_UP:
+        y = _activate(y, ROWS, BLOCK_OUT // 2, ACTIVATION)
+        c = first // 2 + tl.arange(0, BLOCK_OUT // 2)
+        width = num_out // 2
+        out_ptrs = out_ptr + place.to(tl.int64)[:, None] * width + c[None, :]
     else:
-        total = tl.zeros([BLOCK_E], tl.int32)
-        for start in range(0, num_chunks, BLOCK_C):
-            c = start + tl.arange(0, BLOCK_C)
-            counts_ptrs = counts_ptr + c[:, None] * BLOCK_E + e[None, :]
-            counts = tl.load(counts_ptrs, mask=(c < num_chunks)[:, None], other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
-    end = tl.cumsum(total, 0)
-    begin = end - total
-
-    num_own_tiles = (total + tile_rows - 1) // tile_rows
-    tile_end = tl.cumsum(num_own_tiles, 0)
-    origin = begin - (tile_end - num_own_tiles) * tile_rows  # plus tile * tile_rows: its place
-    step = tl.num_programs(0) * BLOCK_T
-    for start in range(tl.program_id(0) * BLOCK_T, num_tiles, step):
-        t = start + tl.arange(0, BLOCK_T)
-        expert = tl.sum((tile_end[None, :] <= t[:, None]).to(tl.int32), 1)
-        is_own = e[None, :] == expert[:, None]
-        place = tl.sum(tl.where(is_own, origin[None, :], 0), 1) + t * tile_rows
-        live = t < num_tiles
-        tl.store(tiles_ptr + t, expert, mask=live)
-        tl.store(tiles_ptr + num_tiles + t, place, mask=live)
-        of_end = tl.sum(tl.where(is_own, end[None, :], 0), 1)
-        tl.store(tiles_ptr + 2 * num_tiles + t, of_end, mask=live)
-
-    i = tl.arange(0, BLOCK_P)
-    live = first + i < num_pairs
-    own = tl.load(ids_ptr + first + i, mask=live, other=-1)
-    rank = tl.sum(((own[:, None] == own[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-    is_own = own[:, None] == e[None, :]
-    place = tl.sum(tl.where(is_own, (begin + before)[None, :], 0), 1) + rank
-    tl.store(order_ptr + place, first + i, mask=live)
+        y *= tl.load(scales_ptr + pair, mask=live, other=0.0)[:, None]
+        c = first + tl.arange(0, BLOCK_OUT)
+        width = num_out
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * width + c[None, :]
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & (c < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -537,20 +380,10 @@ def _grouped(
             acc = tl.dot(w, x.T, acc, input_precision="ieee")
         else:
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
-    y = acc.T if SWAPPED else acc
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
-    if IS_GATE_UP:
-        y = activate(y, ROWS, BLOCK_OUT // 2, ACTIVATION)
-        c = first // 2 + tl.arange(0, BLOCK_OUT // 2)
-        width = num_out // 2
-        out_ptrs = out_ptr + place.to(tl.int64)[:, None] * width + c[None, :]
-    else:
-        y *= tl.load(scales_ptr + pair, mask=live, other=0.0)[:, None]
-        c = n
-        width = num_out
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * width + c[None, :]
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & (c < width)[None, :])
+    store_rows(
+        acc.T if SWAPPED else acc, rows, first, place, live, pair, bias_ptr, scales_ptr, out_ptr,
+        num_out, ROWS, BLOCK_OUT, IS_GATE_UP, ACTIVATION, HAS_BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -574,19 +407,20 @@ def _sum_parts(
 
 def pack_experts(weights: ExpertWeights) -> PackedExperts:
     """Gate and up rows take turns."""
-
-    def interleaved(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=1)
-        return torch.stack((gate, up), dim=2).flatten(1, 2)
-
     w = weights
     return PackedExperts(
-        interleaved(w.gate_up),
+        take_turns(w.gate_up),
         w.down.contiguous(),
-        None if w.gate_up_bias is None else interleaved(w.gate_up_bias),
+        None if w.gate_up_bias is None else take_turns(w.gate_up_bias),
         None if w.down_bias is None else w.down_bias.contiguous(),
         w.activation,
     )
+
+
+def take_turns(x: Tensor) -> Tensor:
+    """[num_experts, 2 * inner, ...] of all gate rows, then all up rows, to gate, up, gate, up."""
+    gate, up = x.chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
 
 
 def experts(
@@ -762,50 +596,6 @@ def sum_parts(parts: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         parts, out, size, TOP_K=len(parts) // num_tokens, BLOCK=block, ADD=add, num_warps=4
     )
     return out
-
-
-def sort_pairs(ids: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """Pairs in order of their experts, those of one expert in their own order, and tiles of them.
-
-    Args:
-        ids: int32 [num_tokens, top_k].
-
-    Returns:
-        order int32 [num_pairs] and tiles int32 [3, num_tiles], see `_place`; as many tiles as the
-        worst distribution of the pairs needs.
-    """
-    num_pairs = ids.numel()
-    num_tiles = (num_pairs + min(num_pairs, num_experts) * (tile_rows - 1)) // tile_rows
-    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
-    tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
-    block_e = triton.next_power_of_2(num_experts)
-    chunk = next((n for n in CHUNKS if n >= num_pairs), CHUNKS[-1])
-    is_single = num_pairs <= chunk
-    num_chunks = triton.cdiv(num_pairs, chunk)
-    counts = order
-    if not is_single:
-        counts = torch.empty(num_chunks, block_e, dtype=torch.int32, device=ids.device)
-        _count[(num_chunks,)](ids, counts, num_pairs, BLOCK_E=block_e, CHUNK=chunk, num_warps=4)
-    block_p = max(16, min(64, MATCH_ELEMENTS // block_e))
-    _place[(triton.cdiv(num_pairs, block_p),)](
-        ids,
-        counts,
-        order,
-        tiles,
-        num_pairs,
-        num_chunks,
-        num_tiles,
-        tile_rows,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=block_e,
-        BLOCK_P=block_p,
-        BLOCK_C=16,
-        BLOCK_T=min(32, block_p),
-        CHUNK=chunk,
-        SINGLE=is_single,
-        num_warps=4,
-    )
-    return order, tiles
 
 
 def fit(tile: Tile, x: Tensor, num_in: int) -> Tile:

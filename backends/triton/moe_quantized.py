@@ -18,7 +18,8 @@ from torch import Tensor
 from ..api import BackendError, QuantizedExperts, QuantizedWeight
 from .arch import Arch, current_arch
 from .codes import Codes, pack, scaled_sum, widened_sum
-from .moe import activate, sort_pairs, sum_parts
+from .moe import store_rows, sum_parts, take_turns
+from .moe_sort import sort_pairs
 from .quantized import Tile, constants, fit, fit_codes, round_rows, scaled_codes
 
 MIN_SCALED_PAIRS = 16  # an expert, on average, from which activations are rounded
@@ -82,41 +83,6 @@ def _rows_of_tile(
     return expert, place, live, pair
 
 
-@triton.jit
-def _store_rows(
-    acc,
-    rows,
-    first,
-    place,
-    live,
-    pair,
-    bias_ptr,
-    weights_ptr,
-    out_ptr,
-    num_out,
-    ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    IS_GATE_UP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """As `moe._grouped` does: activated by place, or weighted by pair."""
-    y = acc.T
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
-    if IS_GATE_UP:
-        y = activate(y, ROWS, BLOCK_OUT // 2, ACTIVATION)
-        c = first // 2 + tl.arange(0, BLOCK_OUT // 2)
-        width = num_out // 2
-        out_ptrs = out_ptr + place.to(tl.int64)[:, None] * width + c[None, :]
-    else:
-        y *= tl.load(weights_ptr + pair, mask=live, other=0.0)[:, None]
-        c = first + tl.arange(0, BLOCK_OUT)
-        width = num_out
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * width + c[None, :]
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & (c < width)[None, :])
-
-
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_widened(
     x_ptr,
@@ -175,9 +141,9 @@ def _grouped_widened(
         num_chunks // UNROLL, num_out, num_in, stride_chunk, stride_row,
         KIND, PLANES, WIDTH, GROUP, UNROLL, STAGES, EVEN, SCALE, PTX,
     )  # fmt: skip
-    _store_rows(
-        acc * factor, of_expert * num_out + row, first, place, live, pair, bias_ptr, weights_ptr,
-        out_ptr, num_out, ROWS, BLOCK_OUT, IS_GATE_UP, ACTIVATION, HAS_BIAS,
+    store_rows(
+        (acc * factor).T, of_expert * num_out + row, first, place, live, pair, bias_ptr,
+        weights_ptr, out_ptr, num_out, ROWS, BLOCK_OUT, IS_GATE_UP, ACTIVATION, HAS_BIAS,
     )  # fmt: skip
 
 
@@ -228,8 +194,8 @@ def _grouped_scaled(
         scales_ptr + of_expert * stride_scales, row, 0, tl.cdiv(num_in, BLOCK_IN),
         num_out, num_in, stride_x_scales, GROUP, BLOCK_IN, STAGES, EVEN, IS_INT8,
     )  # fmt: skip
-    _store_rows(
-        acc, of_expert * num_out + row, first, place, live, pair, bias_ptr, weights_ptr,
+    store_rows(
+        acc.T, of_expert * num_out + row, first, place, live, pair, bias_ptr, weights_ptr,
         out_ptr, num_out, ROWS, BLOCK_OUT, IS_GATE_UP, ACTIVATION, HAS_BIAS,
     )  # fmt: skip
 
@@ -253,7 +219,7 @@ def _packed(weight: QuantizedWeight, bias: Tensor | None, *, is_gate_up: bool) -
     codes, scaled = pack(weight), scaled_codes(weight)
     has_view = scaled is None or codes.codes.data_ptr() == scaled.data_ptr()
     if bias is not None:
-        bias = _take_turns(bias) if is_gate_up else bias.contiguous()
+        bias = take_turns(bias) if is_gate_up else bias.contiguous()
     return PackedMatrix(
         codes if has_view else None, scaled, codes.scales, codes.group, weight.input_scale, bias
     )
@@ -264,9 +230,9 @@ def _interleaved(weight: QuantizedWeight) -> QuantizedWeight:
     num_rows, block = weight.shape[1], weight.block[0]
 
     def of_rows(x: Tensor | None) -> Tensor | None:
-        return None if x is None else _take_turns(x.repeat_interleave(block, 1)[:, :num_rows])
+        return None if x is None else take_turns(x.repeat_interleave(block, 1)[:, :num_rows])
 
-    codes = _take_turns(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
+    codes = take_turns(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
     return replace(
         weight,
         codes=codes,
@@ -274,11 +240,6 @@ def _interleaved(weight: QuantizedWeight) -> QuantizedWeight:
         offsets=of_rows(weight.offsets),
         block=(1, weight.block[1]),
     )
-
-
-def _take_turns(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=1)
-    return torch.stack((gate, up), dim=2).flatten(1, 2)
 
 
 def quantized_experts(

@@ -39,6 +39,7 @@ from stoker.backends.triton import (
     moe_quantized,
     page_copies,
     quantized,
+    routing,
     sampling,
 )
 from stoker.backends.triton.flash import Tile
@@ -134,7 +135,7 @@ def launch_experts(
     num_experts, top_k, hidden, inner = 128, 8, 2048, 768
     logits = meta_tensor(num_tokens, num_experts, dtype=torch.float32)
     bias = meta_tensor(num_experts, dtype=torch.float32) if has_bias else None
-    ids, scales = moe.route(logits, router or RouterSpec(top_k), bias)
+    ids, scales = routing.route(logits, router or RouterSpec(top_k), bias)
     packed = moe.PackedExperts(
         meta_tensor(num_experts, 2 * inner, hidden, dtype=dtype),
         meta_tensor(num_experts, hidden, inner, dtype=dtype),

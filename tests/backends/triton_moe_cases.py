@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import ORACLE, TOLERANCE, moved, random_experts
 
-from stoker.backends.triton import moe
+from stoker.backends.triton import moe, moe_sort
 from stoker.backends.triton.moe import Tile, Tiles
 
 BF16 = torch.bfloat16
@@ -19,18 +19,18 @@ def random_pairs(num_tokens, num_experts, top_k, seed=0):
     return ids.int(), values
 
 
-@pytest.mark.parametrize("chunks", [(32,), (16, 64), moe.CHUNKS])
+@pytest.mark.parametrize("chunks", [(32,), (16, 64), moe_sort.CHUNKS])
 @pytest.mark.parametrize("tile_rows", [4, 16])
 @pytest.mark.parametrize("num_tokens, num_experts, top_k", [(1, 8, 2), (9, 5, 2), (70, 12, 3)])
 def test_pairs_are_sorted_into_tiles(
     num_tokens, num_experts, top_k, tile_rows, chunks, monkeypatch
 ):
-    monkeypatch.setattr(moe, "CHUNKS", chunks)
-    monkeypatch.setattr(moe, "MATCH_ELEMENTS", 256)
+    monkeypatch.setattr(moe_sort, "CHUNKS", chunks)
+    monkeypatch.setattr(moe_sort, "MATCH_ELEMENTS", 256)
     ids, _ = random_pairs(num_tokens, num_experts - 1, top_k)  # one expert has none
     if num_tokens == 9:
         ids[:] = torch.tensor([3, 1])
-    order, tiles = moe.sort_pairs(ids, num_experts, tile_rows)
+    order, tiles = moe_sort.sort_pairs(ids, num_experts, tile_rows)
     by_pair = ids.flatten()
     assert order.tolist() == by_pair.argsort(stable=True).tolist()
     used = tiles[:, tiles[0] < num_experts].T.tolist()
