@@ -266,12 +266,23 @@ def one_window(hf: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def windows_by_layer(hf: Fields, num_layers: int, default: Collection[int]) -> tuple:
     """Per layer the sliding window or None, by `layer_types`, or for the `default` layers."""
-    types = hf.get("layer_types")
-    if types is None:
-        sliding = [layer in default for layer in range(num_layers)]
-    else:
-        known = {"sliding_attention": True, "full_attention": False}
-        if len(types) != num_layers or not all(t in known for t in types):
-            raise StartError(f"model config: layer_types {types!r:.80} are not supported")
-        sliding = [known[t] for t in types]
+    kinds = {"sliding_attention": True, "full_attention": False}
+    by_default = tuple(layer in default for layer in range(num_layers))
+    sliding = layer_kinds(hf, "layer_types", kinds, by_default)
     return tuple(hf.integer("sliding_window") if s else None for s in sliding)
+
+
+def layer_kinds(
+    hf: Fields, key: str, kinds: Mapping[str, bool], default: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Per layer whether it is of a kind, by a field that names each layer's, or `default`.
+
+    Raises:
+        StartError: the field names another kind, or those of another number of layers.
+    """
+    given = hf.get(key)
+    if given is None:
+        return default
+    if len(given) != len(default) or not all(kind in kinds for kind in given):
+        raise StartError(f"model config: {key} {given!r:.80} are not supported")
+    return tuple(kinds[kind] for kind in given)

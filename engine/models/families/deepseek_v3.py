@@ -10,6 +10,7 @@ from ...api.errors import StartError
 from ..config import ModelConfig, MoEConfig
 from ..hf_config import Family, Fields
 from .deepseek_v2 import experts, latent_attention
+from .gemma3 import RENAMED
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
@@ -56,6 +57,5 @@ FAMILY = Family(
     | {"moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
     | {"max_position_embeddings": 4096},
     ignored=("vision_tower.", "model.vision_tower.", "mm_projector.", "model.mm_projector."),
-    renamed={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-             "model.language_model.": "model."},
-)  # fmt: skip
+    renamed=RENAMED,
+)

@@ -5,33 +5,22 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ...api.errors import StartError
 from ..config import ModelConfig
 from ..hf_config import Family, Fields, rope, windows_by_layer
-from .gemma2 import SANDWICH_NORMS
+from . import gemma2
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
-    """Sandwich norms that multiply by 1 + weight, q and k norms, two rotary embeddings."""
-    if hf.get("use_bidirectional_attention"):
-        raise StartError("model config: use_bidirectional_attention is not supported")
+    """Gemma 2 with q and k norms in place of attention's softcap, and two rotary embeddings."""
     pattern = hf.integer("sliding_window_pattern", 6)
     sliding = [layer for layer in range(config.num_layers) if (layer + 1) % pattern]
-    bias = hf.flag("attention_bias")
     return replace(
-        config,
-        attention_scale=hf.number("query_pre_attn_scalar") ** -0.5,
+        gemma2.refine(config, hf),
+        attention_softcap=None,
         rope=rope(hf, config.head_dim, "full_attention"),
         local_rope=rope(_local(hf), config.head_dim),
         windows=windows_by_layer(hf, config.num_layers, sliding),
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm="head",
-        norm_plus_one=True,
-        layer_norms=SANDWICH_NORMS,
-        embed_scale=config.hidden_size**0.5,
-        round_embed_scale=True,
-        logit_softcap=hf.number_or_none("final_logit_softcapping"),
     )
 
 
@@ -42,6 +31,17 @@ def _local(hf: Fields) -> Fields:
     return Fields({"rope_parameters": {"rope_theta": theta, **given}})
 
 
+IGNORED = (  # what sees, in older and newer checkpoints
+    "vision_tower.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "model.multi_modal_projector.",
+)
+RENAMED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 FAMILY = Family(
     "gemma3",
     ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -64,8 +64,6 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     real_model="Gemma 3 270M",
-    ignored=("vision_tower.", "model.vision_tower.", "multi_modal_projector.",
-             "model.multi_modal_projector."),
-    renamed={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-             "model.language_model.": "model."},
-)  # fmt: skip
+    ignored=IGNORED,
+    renamed=RENAMED,
+)

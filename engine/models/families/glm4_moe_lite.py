@@ -5,23 +5,18 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ...api.errors import StartError
 from ..config import ModelConfig
-from ..hf_config import Family, Fields
+from ..hf_config import Family, Fields, layer_kinds
 from . import deepseek_v3
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     """mlp_layer_types says which layers have experts, else first_k_dense_replace."""
     config = deepseek_v3.refine(config, hf)
-    kinds = hf.get("mlp_layer_types")
-    if kinds is None:
-        return config
-    if len(kinds) != config.num_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise StartError(f"model config: mlp_layer_types {kinds!r:.80} are not supported")
     assert config.moe is not None
-    moe = replace(config.moe, layers=tuple(kind == "sparse" for kind in kinds))
-    return replace(config, moe=moe)
+    kinds = {"sparse": True, "dense": False}
+    layers = layer_kinds(hf, "mlp_layer_types", kinds, config.moe.layers)
+    return replace(config, moe=replace(config.moe, layers=layers))
 
 
 FAMILY = Family(

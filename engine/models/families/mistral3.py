@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..config import ModelConfig
 from ..hf_config import Family, Fields
 from . import mistral
+from .gemma3 import IGNORED, RENAMED
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
@@ -28,8 +29,6 @@ FAMILY = Family(
     "queries scaled by position; images are not read",
     {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
     | {"max_position_embeddings": 262_144},
-    ignored=("vision_tower.", "model.vision_tower.", "multi_modal_projector.",
-             "model.multi_modal_projector."),
-    renamed={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-             "model.language_model.": "model."},
-)  # fmt: skip
+    ignored=IGNORED,
+    renamed=RENAMED,
+)

@@ -24,6 +24,8 @@ def upper_windows(hf: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
+IGNORED = ("visual.", "model.visual.")
+RENAMED = {"model.language_model.": "model."}
 FAMILY = Family(
     "qwen2",
     ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
@@ -31,6 +33,6 @@ FAMILY = Family(
     refine,
     "biases of q, k and v, windows on upper layers; images are not read",
     DEFAULTS,
-    ignored=("visual.", "model.visual."),
-    renamed={"model.language_model.": "model."},
+    ignored=IGNORED,
+    renamed=RENAMED,
 )

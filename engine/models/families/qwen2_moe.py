@@ -15,17 +15,22 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     windows, first = config.windows, hf.count("max_window_layers", 28)
     if hf.flag("use_sliding_window"):
         windows = windows_by_layer(hf, config.num_layers, range(0, first, 2))
-    shared = SharedExpert(
-        "mlp.shared_expert",
-        hf.integer("shared_expert_intermediate_size", 5632),
-        gate="mlp.shared_expert_gate",
-    )
     return replace(
         config,
         qkv_bias=hf.flag("qkv_bias", True),
         windows=windows,
-        moe=replace(experts(config, hf), shared=shared),
+        moe=experts_beside_shared(config, hf),
     )
+
+
+def experts_beside_shared(config: ModelConfig, hf: Fields) -> MoEConfig:
+    """Experts, and a gated one that every token has."""
+    shared = SharedExpert(
+        "mlp.shared_expert",
+        hf.integer("shared_expert_intermediate_size"),
+        gate="mlp.shared_expert_gate",
+    )
+    return replace(experts(config, hf), shared=shared)
 
 
 def experts(config: ModelConfig, hf: Fields) -> MoEConfig:
@@ -48,5 +53,6 @@ FAMILY = Family(
     refine,
     "experts beside a gated shared one in all or some layers, biases of q, k and v",
     {"max_position_embeddings": 32_768, "sliding_window": 4096, "num_local_experts": 60}
-    | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+    | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    | {"shared_expert_intermediate_size": 5632},
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..hf_config import Family, Fields
-from .qwen2 import DEFAULTS, upper_windows
+from .qwen2 import DEFAULTS, IGNORED, RENAMED, upper_windows
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
@@ -29,6 +29,6 @@ FAMILY = Family(
     refine,
     "norms of q and k, windows on upper layers; images are not read",
     {"head_dim": 128, **DEFAULTS},
-    ignored=("visual.", "model.visual."),
-    renamed={"model.language_model.": "model."},
+    ignored=IGNORED,
+    renamed=RENAMED,
 )

@@ -5,6 +5,7 @@ Runs on: any (pure).
 
 from ..config import ModelConfig
 from ..hf_config import Family, Fields
+from .qwen2 import RENAMED
 from .qwen3_next import DEFAULTS, hybrid
 
 
@@ -14,8 +15,6 @@ def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
 
 
 IGNORED = ("mtp.", "model.visual.")
-RENAMED = {"model.language_model.": "model."}
-
 FAMILY = Family(
     "qwen3_5",
     ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),

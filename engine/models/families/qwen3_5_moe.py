@@ -3,17 +3,20 @@
 Runs on: any (pure).
 """
 
+from dataclasses import replace
+
 from ..config import ModelConfig
 from ..hf_config import Family, Fields
-from . import qwen3_next
-from .qwen3_5 import IGNORED, RENAMED
+from .qwen2 import RENAMED
+from .qwen2_moe import experts_beside_shared
+from .qwen3_5 import IGNORED
 from .qwen3_next import DEFAULTS, MOE_DEFAULTS, hybrid
 
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
-    """Qwen 3 Next's experts, in every layer, with weights that always are renormalized."""
-    config = qwen3_next.refine(config, hf)
-    return hybrid(config, hf, interleaved=False)
+    """Qwen 3 Next's experts, and Qwen 3.5's tensors."""
+    moe = experts_beside_shared(config, hf)
+    return replace(hybrid(config, hf, interleaved=False), moe=moe)
 
 
 FAMILY = Family(

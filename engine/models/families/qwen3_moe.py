@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from ..hf_config import Family, Fields
+from .qwen2 import IGNORED, RENAMED
 from .qwen2_moe import experts
 
 
@@ -39,6 +40,6 @@ FAMILY = Family(
     "experts in all or some layers, norms of q and k; images are not read",
     {"max_position_embeddings": 32_768, "sliding_window": 4096, "num_local_experts": 128}
     | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    ignored=("visual.", "model.visual."),
-    renamed={"model.language_model.": "model."},
+    ignored=IGNORED,
+    renamed=RENAMED,
 )

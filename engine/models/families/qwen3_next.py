@@ -5,22 +5,16 @@ Runs on: any (pure).
 
 from dataclasses import replace
 
-from ...api.errors import StartError
-from ..config import DeltaNetConfig, ModelConfig, SharedExpert
-from ..hf_config import Family, Fields
-from .qwen2_moe import experts
+from ..config import DeltaNetConfig, ModelConfig
+from ..hf_config import Family, Fields, layer_kinds
+from .qwen2_moe import experts_beside_shared
 
 
 def hybrid(config: ModelConfig, hf: Fields, interleaved: bool) -> ModelConfig:
     """Zero-centred norms, delta nets where layer_types says so, and attention with output gates."""
-    num_layers, interval = config.num_layers, hf.integer("full_attention_interval", 4)
-    known = {"linear_attention": True, "full_attention": False}
-    types = hf.get("layer_types") or [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
-        for layer in range(num_layers)
-    ]
-    if len(types) != num_layers or not all(t in known for t in types):
-        raise StartError(f"model config: layer_types {types!r:.80} are not supported")
+    interval = hf.integer("full_attention_interval", 4)
+    by_interval = tuple((layer + 1) % interval != 0 for layer in range(config.num_layers))
+    kinds = {"linear_attention": True, "full_attention": False}
     bias = hf.flag("attention_bias")
     return replace(
         config,
@@ -35,7 +29,7 @@ def hybrid(config: ModelConfig, hf: Fields, interleaved: bool) -> ModelConfig:
             key_dim=hf.integer("linear_key_head_dim", 128),
             value_dim=hf.integer("linear_value_head_dim", 128),
             kernel_size=hf.integer("linear_conv_kernel_dim", 4),
-            layers=tuple(known[t] for t in types),
+            layers=layer_kinds(hf, "layer_types", kinds, by_interval),
             interleaved=interleaved,
         ),
     )
@@ -43,12 +37,7 @@ def hybrid(config: ModelConfig, hf: Fields, interleaved: bool) -> ModelConfig:
 
 def refine(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Experts beside a gated shared one."""
-    shared = SharedExpert(
-        "mlp.shared_expert",
-        hf.integer("shared_expert_intermediate_size"),
-        gate="mlp.shared_expert_gate",
-    )
-    moe = replace(experts(config, hf), shared=shared)
+    moe = experts_beside_shared(config, hf)
     return replace(hybrid(config, hf, interleaved=True), moe=moe)
 
 
