@@ -184,7 +184,8 @@ class Inputs:
         # Enough for any step: the buffers must not move once captured steps know their addresses.
         fixed = ALIGN * len(FIELDS) + 64 * (max_step_tokens + num_slots)
         fixed += 4 * (SHARED_TILE_ROWS + 1) * num_shared_tiles(num_slots)
-        self._reserve(fixed + 16 * num_slots * max_pages)
+        entry_bytes = 16 if num_window_pages else 12  # where it goes, and the page in each table
+        self._reserve(fixed + entry_bytes * num_slots * max_pages)
 
     def reserve(self, shapes: Iterable[GraphShape], plan: StepPlan) -> None:
         """Have room for captured steps of these shapes; afterwards the buffers stay in place."""
