@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from gpu_kernels import DEVICE, build, graph_time_ms
 from torch import Tensor
 
 from stoker.backends.api import BatchMeta, DenseRows, LayerCache, MLASpec, Rope
@@ -29,7 +30,6 @@ from stoker.backends.reference import ReferenceOps
 from stoker.backends.triton import TritonOps, mla, mla_dense
 from stoker.backends.triton.flash import Tile
 
-DEVICE = torch.device("cuda")
 PAGE_SIZE = 64
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
 DTYPE = torch.bfloat16
@@ -47,66 +47,16 @@ def add(name: str, us: float, value: float, unit: str) -> None:
     print(f"{name:72s} {us:9.1f} us {value:9.3f} {unit}", flush=True)
 
 
-def graph_us(fn: Callable[[int], object], layers: int, repeats: int = 10) -> float:
-    """Median microseconds of one fn(layer), from a graph that runs it for each layer."""
-    fn(0)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for layer in range(layers):
-                fn(layer)
-        times = []
-        for _ in range(repeats + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / layers * 1e3)
-    return float(np.median(times[2:]))
-
-
-def batch(rows: list[tuple[int, int]]) -> tuple[BatchMeta, int]:
-    """Rows of (new tokens, context), pages in random order; and how many pages there are."""
-    q_lens, kv_lens = (np.array(x, np.int32) for x in zip(*rows, strict=True))
-    indptr = np.concatenate(([0], q_lens.cumsum())).astype(np.int32)
-    counts = -(-kv_lens // PAGE_SIZE)
-    order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
-    table = np.zeros((len(rows), int(counts.max())), np.int32)
-    for row, (count, taken) in enumerate(zip(counts, counts.cumsum() - counts, strict=True)):
-        table[row, :count] = order[taken : taken + count]
-    row_of = np.repeat(np.arange(len(rows)), q_lens)
-    positions = np.arange(indptr[-1]) - indptr[row_of] + (kv_lens - q_lens)[row_of]
-    out_slots = table[row_of, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-
-    def on_device(array: np.ndarray, dtype: type = np.int32) -> Tensor:
-        return torch.from_numpy(array.astype(dtype)).to(DEVICE)
-
-    meta = BatchMeta(
-        num_rows=len(rows),
-        num_tokens=int(indptr[-1]),
-        num_decode_rows=next((i for i, q in enumerate(q_lens) if q != 1), len(rows)),
-        page_size=PAGE_SIZE,
-        qo_indptr=on_device(indptr),
-        kv_lens=on_device(kv_lens),
-        slots=on_device(np.arange(len(rows))),
-        block_table=on_device(table),
-        positions=on_device(positions, np.int64),
-        out_slots=on_device(out_slots, np.int64),
-        logit_tokens=on_device(indptr[1:] - 1, np.int64),
-        qo_indptr_cpu=indptr,
-        kv_lens_cpu=kv_lens,
-        max_kv_len=int(kv_lens.max()),
-    )
-    return meta, len(order)
+def graph_us(fn: Callable[[int], object], layers: int) -> float:
+    """Microseconds of one fn(layer)."""
+    return graph_time_ms(fn, layers) * 1e3
 
 
 def inputs(
     rows: list[tuple[int, int]], heads: int, layers: int
 ) -> tuple[Tensor, Tensor, BatchMeta, list[LayerCache], MLASpec]:
-    meta, num_pages = batch(rows)
+    meta, _, _ = build(rows, page_size=PAGE_SIZE, layers=0)
+    num_pages = int(meta.block_table.max()) + 1
     spec = MLASpec(heads, RANK, ROPE, NOPE, VALUE, (NOPE + ROPE) ** -0.5)
     shape = (num_pages, PAGE_SIZE, 1, RANK + ROPE)
     pools = [torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(layers)]

@@ -44,7 +44,6 @@ NO_FP8 = (
 # Where a word has the bits of e2m1 codes, by plane: the sign, and the lowest of the other three.
 # Planes 0 to 2 are a shift and a mask away from bfloat16, which has its sign at 15 and these at 6.
 SIGNS, LOWEST = (15, 12, 9, 14), (6, 3, 0, 0)
-MXFP4_BIAS = 126  # added to the exponents of scales: bfloat16 reads the codes as value * 2^-126
 MAX_LOSS = 2.0**-10  # of a scale in float16, relative; it is small or huge where it loses more
 LARGEST_SCALE = 128  # the largest exponent of a scale with which that fits
 
