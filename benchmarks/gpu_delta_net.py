@@ -30,7 +30,7 @@ from stoker.backends.contract.delta_net import (
 )
 from stoker.backends.cuda import CudaRuntime
 from stoker.backends.reference import ReferenceOps
-from stoker.backends.triton import TritonOps, delta_net
+from stoker.backends.triton import TritonOps, delta_net_chunks
 
 KERNELS, EXACT = TritonOps(), ReferenceOps()
 HEADS, DIMS = (16, 32), (128, 128)
@@ -107,9 +107,9 @@ def bench(table: Table) -> None:
         inputs = build_delta_net(sized("", rows), torch.bfloat16, DEVICE)
         states = [LayerState(*(x.clone() for x in inputs.state)) for _ in range(2)]
         for columns in (16, 32, 64):
-            chosen, delta_net.VALUE_BLOCK = delta_net.VALUE_BLOCK, columns
+            chosen, delta_net_chunks.VALUE_BLOCK = delta_net_chunks.VALUE_BLOCK, columns
             ms = graph_time_ms(lambda i: run(inputs, states[i]), 2)
-            delta_net.VALUE_BLOCK = chosen
+            delta_net_chunks.VALUE_BLOCK = chosen
             title = f"{name}, {columns} columns" + " (chosen)" * (columns == chosen)
             table.add("chunks", title, inputs.meta.num_tokens / ms / 1e3, "Mtok/s", ms)
         if name.startswith("1 x 8192"):
