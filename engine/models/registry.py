@@ -1,4 +1,4 @@
-"""Architecture names to families, configs to models.
+"""Names of architectures to families, fields of config.json to configs.
 
 Runs on: gpu.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..api.errors import StartError
 from .config import ModelConfig
-from .decoder import Decoder
 from .families import (
     cohere,
     cohere2,
@@ -52,11 +51,6 @@ from .families import (
 )
 from .hf_config import Family, Fields, common
 from .quantization import config as quantization
-
-if TYPE_CHECKING:
-    import torch
-
-    from ...backends.api import Ops
 
 FAMILIES = {
     m.FAMILY.name: m.FAMILY
@@ -123,17 +117,6 @@ def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
     if quantized := given.table("quantization_config"):
         config = replace(config, quantization=quantization.parse(Fields(quantized), family.renamed))
     return family.refine(config, given)
-
-
-def build(
-    config: ModelConfig,
-    ops: Ops,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_positions: int | None = None,
-) -> Decoder:
-    """The model, still without weights (`Decoder.load`); arguments as in `Decoder`."""
-    return Decoder(config, ops, device, dtype, max_positions)
 
 
 def family_of_gguf(architecture: str) -> Family:

@@ -7,7 +7,8 @@ import torch
 
 from stoker.backends.api import LayerCache
 from stoker.backends.cpu.torch_ops import TorchOps
-from stoker.engine.models.registry import build, parse_config
+from stoker.engine.models.decoder import Decoder
+from stoker.engine.models.registry import parse_config
 
 PROMPTS = [list(range(3, 24)), [7], list(range(60, 80))]
 
@@ -22,7 +23,7 @@ def says_the_same(ops) -> bool:
     config = parse_config({"architectures": ["LlamaForCausalLM"], **shape})
     said = []
     for provider, dtype in ((TorchOps(), torch.float32), (ops, torch.float16)):
-        model = build(config, provider, torch.device("cpu"), dtype)
+        model = Decoder(config, provider, torch.device("cpu"), dtype)
         generator = torch.Generator().manual_seed(1)
         weights = {
             name: torch.randn(s, generator=generator) / s[-1] ** 0.5

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stoker.backends.api import BatchMeta, LayerCache, LayerState
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.models.decoder import Decoder
-from stoker.engine.models.registry import build
 from stoker.engine.runtime.kv_buffers import with_states
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -149,7 +149,7 @@ def loop():
 @pytest.fixture(scope="session")
 def float32_model():
     """Makes an empty float32 model on the CPU of a config."""
-    return lambda config: build(config, TorchOps(), torch.device("cpu"), torch.float32)
+    return lambda config: Decoder(config, TorchOps(), torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -162,6 +162,21 @@ def shape():
 def make_hf_model():
     """Makes a random transformers model of a family: (name, fields of its config)."""
     return hf_model
+
+
+@pytest.fixture(scope="session")
+def save_model():
+    """Saves a transformers model so that an engine can load it, with a tokenizer of bytes."""
+
+    def save(hf: torch.nn.Module, folder: Path) -> None:
+        hf.save_pretrained(folder)
+        (folder / "generation_config.json").unlink()
+        words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(str, range(10, 54))]
+        tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    return save
 
 
 def hf_model(family: str, fields: dict) -> torch.nn.Module:

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.api.errors import StartError
-from stoker.engine.models.registry import build, parse_config
+from stoker.engine.models.decoder import Decoder
+from stoker.engine.models.registry import parse_config
 from stoker.engine.runtime import model_files, weights
 
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 def load(folder, dtype=torch.float32):
     files = model_files.resolve(str(folder))
-    model = build(files.config, TorchOps(), CPU, dtype)
+    model = Decoder(files.config, TorchOps(), CPU, dtype)
     model.load(weights.from_safetensors(list(files.weights), files.config))
     return model
 
@@ -114,7 +115,7 @@ def test_a_router_in_float32_stays_so(checkpoint):
     def routers():
         kept.clear()
         files = model_files.resolve(str(folder))
-        model = build(files.config, Recorder(), CPU, torch.bfloat16)
+        model = Decoder(files.config, Recorder(), CPU, torch.bfloat16)
         model.load(weights.from_safetensors(list(files.weights), files.config))
         return {dtype for shape, dtype in kept if shape == (4, 64)}
 
@@ -146,7 +147,7 @@ def test_shared_experts_become_experts_that_every_token_has(family, fields, num_
             return super().pack_experts(weights)
 
     hf = {"architectures": [f"{family}ForCausalLM"], **shape, **fields}
-    model = build(parse_config(hf | {"head_dim": 32}), Recorder(), CPU, torch.float32)
+    model = Decoder(parse_config(hf | {"head_dim": 32}), Recorder(), CPU, torch.float32)
     model.load(weights.dummy(model.shapes, model.config, CPU, torch.float32, 0))
     assert set(packed) == {num_packed}
 

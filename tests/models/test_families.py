@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.backends.registry import OP_NAMES, select
-from stoker.engine.models.registry import BY_ARCHITECTURE, build, parse_config
+from stoker.engine.models.decoder import Decoder
+from stoker.engine.models.registry import BY_ARCHITECTURE, parse_config
 from stoker.engine.models.rope import inverse_frequencies
 from stoker.engine.runtime import model_files, weights
 
@@ -261,7 +262,7 @@ CPU = torch.device("cpu")
 
 
 def float32(config, max_positions=None):
-    return build(config, TorchOps(), CPU, torch.float32, max_positions)
+    return Decoder(config, TorchOps(), CPU, torch.float32, max_positions)
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +355,7 @@ def test_the_kernels_of_the_processor_give_the_same(
     """Gemma 2's softcap, GLM's pairs, StableLM's heads and the rest in the fused layer, or not."""
     hf = make_hf_model(*CASES[case])
     hf.save_pretrained(tmp_path)
-    model = load(tmp_path, lambda config: build(config, native_ops, CPU, torch.float32))
+    model = load(tmp_path, lambda config: Decoder(config, native_ops, CPU, torch.float32))
     texts = [list(range(3, 43)), [7], list(range(60, 80))]
     ours = loop(model, 3, 48, 16).step(list(enumerate(texts)))
     for text, row in zip(texts, ours, strict=True):
@@ -369,7 +370,7 @@ def test_a_layer_op_by_op_is_the_same(case, tmp_path, make_hf_model, loop, float
     model = load(tmp_path, float32_model)
     plain = TorchOps()
     ops = SimpleNamespace(**{op: getattr(plain, op) for op in (*OP_NAMES, "float32_residual")})
-    by_op = load(tmp_path, lambda config: build(config, ops, torch.device("cpu"), torch.float32))
+    by_op = load(tmp_path, lambda config: Decoder(config, ops, torch.device("cpu"), torch.float32))
     rows = [(0, list(range(3, 40))), (1, [7]), (2, [9, 8])]
     whole = loop(model, 3, 40).step(rows)
     for ours, theirs in zip(loop(by_op, 3, 40).step(rows), whole, strict=True):
@@ -394,7 +395,7 @@ def test_bfloat16_is_near_float32(case, tmp_path, make_hf_model, loop):
     hf = make_hf_model(*CASES[case])
     hf.save_pretrained(tmp_path)
     files = model_files.resolve(str(tmp_path))
-    model = build(files.config, TorchOps(), torch.device("cpu"), torch.bfloat16)
+    model = Decoder(files.config, TorchOps(), torch.device("cpu"), torch.bfloat16)
     model.load(weights.from_safetensors(list(files.weights), files.config))
     tokens = list(range(3, 40))
     (ours,) = loop(model, 1, len(tokens)).step([(0, tokens)])
@@ -417,7 +418,7 @@ def test_which_families_run_as_fused_layers(shape, loop):
         if family in fused or "norms of q and k" in case:
             continue
         hf = {"architectures": [f"{family}ForCausalLM"], **shape, **fields}
-        model = build(parse_config(hf), Counter(), CPU, torch.float32)
+        model = Decoder(parse_config(hf), Counter(), CPU, torch.float32)
         config = model.config
         model.load(weights.dummy(model.shapes, config, CPU, torch.float32, 0))
         calls.clear()
@@ -452,7 +453,7 @@ def test_only_packed_weights_stay_in_memory(case, tmp_path, make_hf_model):
 
     make_hf_model(*CASES[case]).save_pretrained(tmp_path)
     files = model_files.resolve(str(tmp_path))
-    model = build(files.config, Recorder(), torch.device("cpu"), torch.float32)
+    model = Decoder(files.config, Recorder(), torch.device("cpu"), torch.float32)
     model.load(weights.from_safetensors(list(files.weights), files.config))
     kept = [ref() for ref in given if ref() is not None]
     assert len(given) == 4 * files.config.num_layers + 1

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stoker.engine import Engine, SamplingParams
 
@@ -47,20 +46,10 @@ FAMILIES = {
 }
 
 
-def save(hf, folder):
-    """A folder that the engine can load, with a tokenizer of bytes."""
-    hf.save_pretrained(folder)
-    (folder / "generation_config.json").unlink()
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(str, range(10, 54))]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model):
+def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model, save_model):
     hf = make_hf_model(family, FAMILIES[family])
-    save(hf, tmp_path)
+    save_model(hf, tmp_path)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     with Engine(model=str(tmp_path), dtype="float32", chunked_prefill_size=32) as engine:
         first, again = (engine.generate(PROMPTS, params) for _ in range(2))
@@ -72,9 +61,9 @@ def test_greedy_tokens_are_those_of_transformers(family, tmp_path, make_hf_model
         assert other.token_ids == one.token_ids
 
 
-def test_latents_come_back_from_host_memory(tmp_path, make_hf_model):
+def test_latents_come_back_from_host_memory(tmp_path, make_hf_model, save_model):
     """Pools whose values are empty, through records of the host cache."""
-    save(make_hf_model("DeepseekV3", FAMILIES["DeepseekV3"]), tmp_path)
+    save_model(make_hf_model("DeepseekV3", FAMILIES["DeepseekV3"]), tmp_path)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     others = [[i, *range(3, 100)] for i in range(3)]
     options = dict(dtype="float32", page_size=16, kv_tokens=160, host_cache_ratio=4.0)

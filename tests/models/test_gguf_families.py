@@ -9,8 +9,9 @@ from gguf_files import convert, write
 
 from stoker.backends import registry
 from stoker.engine.api.errors import StartError
+from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.quantization.gguf import GgufConfig
-from stoker.engine.models.registry import FAMILIES, build
+from stoker.engine.models.registry import FAMILIES
 from stoker.engine.runtime import gguf_weights, model_files
 
 GEMMA_ROPE = {
@@ -196,7 +197,7 @@ def test_packed(case, tmp_path, make_hf_model, loop, float32_model):
     assert isinstance(config.quantization, GgufConfig)
     num_packed = sum(t.type.name.startswith("Q") for t in files.gguf.tensors.values())
     assert num_packed > 5 and len(config.quantization.schemes) >= num_packed
-    packed = build(config, ops, torch.device("cpu"), torch.float32)
+    packed = Decoder(config, ops, torch.device("cpu"), torch.float32)
     packed.load(gguf_weights.from_gguf(files.gguf, config, torch.float32))
     floats = float32_model(files.config)
     floats.load(gguf_weights.from_gguf(files.gguf, files.config, torch.float32))
@@ -228,7 +229,7 @@ def test_misshapen_packed_tensors_are_named(part, shape, message, tmp_path, make
     files = model_files.resolve(str(path))
     config = gguf_weights.keep_packed(files.gguf, files.config, ops)
     with pytest.raises(StartError, match=message):
-        model = build(config, ops, torch.device("cpu"), torch.float32)
+        model = Decoder(config, ops, torch.device("cpu"), torch.float32)
         model.load(gguf_weights.from_gguf(files.gguf, config, torch.float32))
 
 

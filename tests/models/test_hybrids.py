@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stoker.engine import Engine, EngineConfig, SamplingParams, StartError
-from stoker.engine.models.registry import build, parse_config
+from stoker.engine.models.decoder import Decoder
+from stoker.engine.models.registry import parse_config
 from stoker.engine.runtime import model_files, weights
 
 NUM_NEW = 32
@@ -34,16 +34,11 @@ PROMPTS = [LONG[:301], [*LONG[:203], *LONG[40:70]], LONG[5:7], LONG[100:229], [7
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory, make_hf_model):
+def hybrid(tmp_path_factory, make_hf_model, save_model):
     """A folder with a tiny Qwen3-Next, and transformers' model of it."""
     folder = tmp_path_factory.mktemp("qwen3_next")
     hf = make_hf_model("Qwen3Next", NEXT)
-    hf.save_pretrained(folder)
-    (folder / "generation_config.json").unlink()
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(str, range(10, 54))]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_model(hf, folder)
     return folder, hf
 
 
@@ -130,7 +125,7 @@ def test_a_state_is_as_large_as_the_config_says(float32_model):
     config = parse_config(
         fields | small | {"architectures": ["Qwen3NextForCausalLM"], "layer_types": None}
     )
-    model = build(config, None, torch.device("meta"), torch.bfloat16)
+    model = Decoder(config, None, torch.device("meta"), torch.bfloat16)
     assert list(model.state_spec) == [0, 1, 2, 4, 5, 6]
     assert model.state_spec[0] == ((8192, 3), (32, 128, 128))
     assert model.kv_spec == [(2, 256, 256)] * 2

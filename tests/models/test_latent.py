@@ -12,7 +12,8 @@ from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.engine.api.config import EngineConfig
 from stoker.engine.build import Builder
 from stoker.engine.models import latent
-from stoker.engine.models.registry import build, parse_config
+from stoker.engine.models.decoder import Decoder
+from stoker.engine.models.registry import parse_config
 from stoker.engine.runtime import kv_buffers, model_files, weights
 from stoker.engine.runtime.kv_copies import RecordLayout
 
@@ -110,7 +111,7 @@ def test_prompts_and_many_new_tokens_are_dense_few_are_absorbed():
 
 def test_a_token_takes_its_latents_alone():
     config = parse_config(V2_LITE)
-    spec = build(config, TorchOps(), torch.device("meta"), torch.bfloat16, 1).kv_spec
+    spec = Decoder(config, TorchOps(), torch.device("meta"), torch.bfloat16, 1).kv_spec
     assert kv_buffers.bytes_per_token(spec, torch.bfloat16) == 27 * (512 + 64) * 2
     caches = kv_buffers.allocate(spec[:2], 3, 16, torch.bfloat16, CPU)
     assert sum(pool.nbytes for cache in caches for pool in cache) == 3 * 16 * 2 * (512 + 64) * 2

@@ -6,8 +6,8 @@ import torch
 from stoker.backends import registry
 from stoker.engine.api.config import EngineConfig
 from stoker.engine.build import Builder
+from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.quantization.gguf import GgufConfig
-from stoker.engine.models.registry import build
 from stoker.engine.runtime import gguf_weights
 
 NATIVE = registry.select("cpu")
@@ -23,7 +23,7 @@ def test_packed_weights_agree_with_float32(name, request, loop, float32_model):
     files = request.getfixturevalue(name)
     items = request.getfixturevalue(f"{name}_greedy")[:3]
     config = gguf_weights.keep_packed(files.gguf, files.config, NATIVE.ops)
-    packed = build(config, NATIVE.ops, torch.device("cpu"), torch.float32)
+    packed = Decoder(config, NATIVE.ops, torch.device("cpu"), torch.float32)
     packed.load(gguf_weights.from_gguf(files.gguf, config, torch.float32))
     exact = float32_model(files.config)
     exact.load(gguf_weights.from_gguf(files.gguf, files.config, torch.float32))

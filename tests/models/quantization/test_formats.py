@@ -9,9 +9,9 @@ from writers import Writer, awq, fp8, gptq, ordered_groups, quantize_folder
 
 from stoker.backends.cpu.torch_ops import TorchOps
 from stoker.backends.quantized import dequantize
+from stoker.engine.models.decoder import Decoder
 from stoker.engine.models.quantization.config import online
 from stoker.engine.models.quantization.online import EightBits
-from stoker.engine.models.registry import build
 from stoker.engine.runtime import model_files, weights
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class Recorder(TorchOps):
 
 def load(folder, ops, **changes):
     files = model_files.resolve(str(folder))
-    model = build(replace(files.config, **changes), ops, CPU, torch.float32)
+    model = Decoder(replace(files.config, **changes), ops, CPU, torch.float32)
     model.load(weights.from_safetensors(list(files.weights), files.config))
     return model
 

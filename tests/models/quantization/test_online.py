@@ -8,7 +8,6 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from test_experts import oracle
 from test_formats import CASES, check_logits, linears_of, load
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from writers import quantize_folder
 
 from stoker.backends.cpu.torch_ops import TorchOps
@@ -105,14 +104,9 @@ def test_four_bits_of_experts(family, tmp_path, make_hf_model, loop):
     check_logits(model, oracle(tmp_path / "rounded", state, **config), loop)
 
 
-def test_the_flag(tmp_path, make_hf_model, loop):
+def test_the_flag(tmp_path, make_hf_model, save_model):
     hf = make_hf_model("Llama", {})
-    hf.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink()
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map(str, range(10, 54))]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save_model(hf, tmp_path)
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     prompt = list(range(3, 40))
     with Engine(model=str(tmp_path), dtype="float32", quantization="int4") as engine:
