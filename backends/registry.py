@@ -41,6 +41,7 @@ class BackendModule:
 
 BACKENDS = tuple(BackendModule(name, f".{name}") for name in ("cuda", "rocm", "xpu", "cpu"))
 
+ATTEND_OPS = ("attend",)
 LATENT_OPS = ("mla_attend", "mla_attend_dense")
 NEVER_SEEN = ("rocm", "xpu")  # until a report of such a device is in tests/data/reports
 
@@ -50,7 +51,7 @@ OP_GROUPS = (
     ("pack_quantized", "quantized_linear"),
     ("rms_norm",),
     ("add_rms_norm",),
-    ("attend",),
+    ATTEND_OPS,
     ("write_qkv",),  # after attend, whose layout of pages it must write
     ("mla_write",),
     LATENT_OPS,
@@ -97,25 +98,27 @@ class Choice:
     passed_over: Mapping[str, str]
 
 
+class Candidates(NamedTuple):
+    """Who can serve the ops of attention, best first; one alone where it was asked for."""
+
+    providers: tuple[Provider, ...]
+    is_forced: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A device and its ops. `ops` holds bound methods, so that a call costs no look-up.
 
     Attributes:
         providers: those that were chosen for an op.
-        attention: those that can serve `attend`, best first.
-        is_forced: whether the first of these was asked for.
-        latent, is_latent_forced: the same of LATENT_OPS.
+        candidates: of ATTEND_OPS and of LATENT_OPS.
     """
 
     runtime: DeviceRuntime
     ops: Ops
     choices: dict[str, Choice]
     providers: tuple[Provider, ...]
-    attention: tuple[Provider, ...]
-    is_forced: bool
-    latent: tuple[Provider, ...] = ()
-    is_latent_forced: bool = False
+    candidates: dict[tuple[str, ...], Candidates]
 
     def settle(
         self, specs: Iterable[AttentionSpec | MLASpec], dtype: torch.dtype, page_size: int
@@ -127,31 +130,19 @@ class Backend:
         """
         others, latent = _by_kind(specs)
         if others or not latent:
-            arguments = (others, dtype, page_size, self.runtime)
-            self._settle(("attend",), self.attention, self.is_forced, *arguments)
+            self._settle(ATTEND_OPS, others, dtype, page_size)
         if latent:
-            self._settle(
-                LATENT_OPS,
-                self.latent,
-                self.is_latent_forced,
-                latent,
-                dtype,
-                page_size,
-                self.runtime,
-            )
+            self._settle(LATENT_OPS, latent, dtype, page_size)
 
     def _settle(
-        self,
-        ops: tuple[str, ...],
-        providers: tuple[Provider, ...],
-        is_forced: bool,
-        *arguments: Any,
+        self, ops: tuple[str, ...], specs: tuple[Any, ...], dtype: torch.dtype, page_size: int
     ) -> None:
+        providers, is_forced = self.candidates[ops]
         passed_over = dict(self.choices[ops[0]].passed_over)
         for provider in providers:
             reason = None
             if hasattr(provider, "settle"):
-                reason = provider.settle(*arguments, is_forced=is_forced)
+                reason = provider.settle(specs, dtype, page_size, self.runtime, is_forced=is_forced)
             if reason is None:
                 break
             if is_forced:
@@ -302,8 +293,7 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     methods: dict[str, Any] = {}
     choices = {}
     layout = ""
-    attention: tuple[Provider, ...] = ()
-    latent: tuple[Provider, ...] = ()
+    candidates: dict[tuple[str, ...], Candidates] = {}
     for group in OP_GROUPS:
         forced = next((overrides[op] for op in group if op in overrides), None)
         passed_over: dict[str, str] = {}
@@ -323,20 +313,13 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
             raise BackendError(
                 f"{group[-1]} of backend {runtime.name} cannot come from {forced}: {reason}"
             )
-        if group == ("attend",):
+        if group == ATTEND_OPS:
             layout = _layout(provider)
-            attention = (provider,)
-            if forced is None:
-                able = [p for p in providers if hasattr(p, "attend") and not reasons[p.name]]
-                attention = tuple(p for p in able if _layout(p) == layout)
-        if group == LATENT_OPS:
-            latent = (provider,)
-            if forced is None:
-                latent = tuple(
-                    p
-                    for p in providers
-                    if all(hasattr(p, op) for op in LATENT_OPS) and not reasons[p.name]
-                )
+        if group in (ATTEND_OPS, LATENT_OPS):
+            able = [p for p in providers if all(hasattr(p, op) for op in group)]
+            alike = [p for p in able if not reasons[p.name] and _layout(p) == _layout(provider)]
+            asked = forced is not None
+            candidates[group] = Candidates((provider,) if asked else tuple(alike), asked)
         for op in group:
             methods[op] = getattr(provider, op)
             choices[op] = Choice(op, provider.name, passed_over)
@@ -359,17 +342,7 @@ def assemble(module: ModuleType, runtime: DeviceRuntime, overrides: Mapping[str,
     packer = by_name[choices["pack_quantized"].provider]
     methods["gguf_types"] = getattr(packer, "gguf_types", frozenset())
     ops = cast("Ops", SimpleNamespace(**methods))
-    is_latent_forced = any(op in overrides for op in LATENT_OPS)
-    return Backend(
-        runtime,
-        ops,
-        choices,
-        chosen,
-        attention,
-        "attend" in overrides,
-        latent,
-        is_latent_forced,
-    )
+    return Backend(runtime, ops, choices, chosen, candidates)
 
 
 def _by_kind(

@@ -276,7 +276,8 @@ def test_the_registry_passes_over_what_does_not_serve_the_model(package, measure
         choice = registry.Choice("attend", "flashinfer", {})
         bound = SimpleNamespace(attend=ops.attend, replan=None)
         providers = (ops,) if is_forced else (ops, ours)
-        return registry.Backend(RUNTIME, bound, {"attend": choice}, (), providers, is_forced)
+        candidates = {registry.ATTEND_OPS: registry.Candidates(providers, is_forced)}
+        return registry.Backend(RUNTIME, bound, {"attend": choice}, (), candidates)
 
     chosen = backend(False)
     chosen.settle([LLAMA], BF16, 64)

@@ -182,9 +182,8 @@ def test_the_registry_settles_latent_layers_alone(package):
     ours = SimpleNamespace(name="triton", mla_attend="ours", mla_attend_dense="dense")
     bound = SimpleNamespace(mla_attend=None, mla_attend_dense=None, attend="as it was", replan=None)
     choices = {op: registry.Choice(op, "", {}) for op in ("attend", *registry.LATENT_OPS)}
-    backend = registry.Backend(
-        RUNTIME, bound, choices, (), (), False, (FlashInferMLA(), ours), False
-    )
+    candidates = {registry.LATENT_OPS: registry.Candidates((FlashInferMLA(), ours), False)}
+    backend = registry.Backend(RUNTIME, bound, choices, (), candidates)
     backend.settle([SPEC], BF16, 64)
     assert (bound.mla_attend, bound.mla_attend_dense, bound.attend) == (
         "ours",
@@ -194,7 +193,8 @@ def test_the_registry_settles_latent_layers_alone(package):
     assert choices["mla_attend"].provider == "triton"
     assert choices["mla_attend"].passed_over == {"flashinfer_mla": flashinfer.NOT_BUILT}
     package.built = {"fa2"}
-    forced = replace(backend, latent=(FlashInferMLA(),), is_latent_forced=True)
-    forced.settle([SPEC], BF16, 64)
-    assert bound.mla_attend == forced.latent[0].mla_attend
-    assert bound.replan == forced.latent[0].replan
+    asked = FlashInferMLA()
+    candidates = {registry.LATENT_OPS: registry.Candidates((asked,), True)}
+    replace(backend, candidates=candidates).settle([SPEC], BF16, 64)
+    assert bound.mla_attend == asked.mla_attend
+    assert bound.replan == asked.replan
