@@ -214,17 +214,8 @@ class FlashInferOps:
         """
         if importlib.util.find_spec("flashinfer") is None:
             return []
-        from flashinfer.jit import build_jit_specs
-
         kinds = _kinds(specs, dtype)
-        modules = [module(kind, which) for kind in kinds for which in wanted_modules()]
-        missing = [m for m in {m.name: m for m in modules}.values() if not m.is_compiled]
-        try:
-            build_jit_specs(missing)
-        except (RuntimeError, OSError) as error:
-            first = next(iter(str(error).splitlines()), "")
-            raise BackendError(f"FlashInfer's modules cannot be built: {first}") from error
-        return [m.name for m in missing]
+        return build_missing(module(kind, which) for kind in kinds for which in wanted_modules())
 
     # --- a step ---
 
@@ -426,11 +417,33 @@ def built_modules(kind: Kind) -> tuple[str, ...]:
     Raises:
         BackendError: FlashInfer, or what it needs, cannot be imported.
     """
+    check_import()
+    return tuple(which for which in wanted_modules() if module(kind, which).is_compiled)
+
+
+def check_import() -> None:
+    """Raise BackendError where FlashInfer, or what it needs, cannot be imported."""
     try:
         importlib.import_module("flashinfer.jit")
     except (ImportError, RuntimeError) as error:  # the latter where versions do not match
         raise BackendError(f"it cannot be imported: {error}") from error
-    return tuple(which for which in wanted_modules() if module(kind, which).is_compiled)
+
+
+def build_missing(modules: Iterable[Any]) -> list[str]:
+    """Build, with nvcc, those modules that are not built yet; their names.
+
+    Raises:
+        BackendError: nvcc is missing, or fails.
+    """
+    from flashinfer.jit import build_jit_specs
+
+    missing = [m for m in {m.name: m for m in modules}.values() if not m.is_compiled]
+    try:
+        build_jit_specs(missing)
+    except (RuntimeError, OSError) as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise BackendError(f"FlashInfer's modules cannot be built: {first}") from error
+    return [m.name for m in missing]
 
 
 def module(kind: Kind, which: str) -> Any:

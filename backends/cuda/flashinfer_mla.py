@@ -9,7 +9,6 @@ Runs on: gpu.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -31,7 +30,9 @@ from .flashinfer import (
     Pages,
     Space,
     Times,
+    build_missing,
     built_libraries,
+    check_import,
     fastest,
     has_triton,
     remembered,
@@ -143,16 +144,8 @@ class FlashInferMLA:
             return []
         if not any(LatentKind.of(spec, dtype) for spec in latent):
             return []
-        from flashinfer.jit import build_jit_specs
-
-        names = ["fa3" if torch.cuda.get_device_capability()[0] == 9 else "fa2"]
-        missing = [m for name in names if not (m := module(dtype, name)).is_compiled]
-        try:
-            build_jit_specs(missing)
-        except (RuntimeError, OSError) as error:
-            first = next(iter(str(error).splitlines()), "")
-            raise BackendError(f"FlashInfer's modules cannot be built: {first}") from error
-        return [m.name for m in missing]
+        name = "fa3" if torch.cuda.get_device_capability()[0] == 9 else "fa2"
+        return build_missing([module(dtype, name)])
 
     # --- a step ---
 
@@ -291,10 +284,7 @@ def wanted(runtime: DeviceRuntime) -> tuple[str, ...]:
     Raises:
         BackendError: FlashInfer, or what it needs, cannot be imported.
     """
-    try:
-        importlib.import_module("flashinfer.jit")
-    except (ImportError, RuntimeError) as error:  # the latter where versions do not match
-        raise BackendError(f"it cannot be imported: {error}") from error
+    check_import()
     return ("fa2", "fa3") if torch.cuda.get_device_capability()[0] == 9 else ("fa2",)
 
 
