@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import compile_ahead
 from ..engine.api.config import EngineConfig
 from ..engine.api.errors import EngineError, StartError, StokerError
-from .flag_types import http_url
+from .flag_types import http_url, non_negative_int
 from .logs import set_up_logging
 from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
 
@@ -131,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--provider", action="append", default=[], help=text)
     text = "only checks whose names contain this, as bfloat16"
     check.add_argument("--case", default="", help=text)
+    text = "processes that check side by side (default: the cores, 16 at most; 0: in this one)"
+    check.add_argument("--jobs", type=non_negative_int, metavar="N", help=text)
     text = "file for the report (default: %(default)s)"
     check.add_argument("--report", default="backend-report.json", help=text)
     command("models", _models, "The families of models that can be run, and what was tested.")
@@ -272,7 +274,7 @@ def _check_backend(arguments: argparse.Namespace) -> int:
     from ..backends.contract.report import check_backend
 
     report, path = None, Path(arguments.report)
-    flags = (arguments.backend, arguments.op, arguments.provider, arguments.case)
+    flags = (arguments.backend, arguments.op, arguments.provider, arguments.case, arguments.jobs)
     try:
         for report in check_backend(*flags):  # the first is before any op
             try:

@@ -9,7 +9,8 @@ import pytest
 from stoker.backends import cpu
 from stoker.backends.api import BackendError
 from stoker.backends.contract import report as report_module
-from stoker.backends.contract.report import check_backend
+from stoker.backends.contract.report import Done, check_backend
+from stoker.backends.contract.workers import Ended
 from stoker.backends.reference import ReferenceOps
 from stoker.http.cli import main
 
@@ -92,10 +93,10 @@ def test_a_wrong_case_leaves_the_last_report(tmp_path):
 
 
 def test_an_interrupted_check_leaves_a_report(tmp_path, monkeypatch):
-    def interrupted(result, *_):
-        if result.op == "gelu_and_mul":
+    def interrupted(target, names):
+        if names[0].startswith("gelu_and_mul"):
             raise KeyboardInterrupt
-        return result
+        return Done(len(names))
 
     monkeypatch.setattr(report_module, "_run", interrupted)
     path = tmp_path / "report.json"
@@ -104,3 +105,49 @@ def test_an_interrupted_check_leaves_a_report(tmp_path, monkeypatch):
         main(["check-backend", *flags])
     done = [row["op"] for row in json.loads(path.read_text())["ops"]]
     assert done and "gelu_and_mul" not in done
+
+
+class FaultyWorkers:
+    """What `bad` is among ends the process; `breaks` leaves a device that answers no more."""
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, backend, provider, names):
+        self.calls.append(list(names))
+        if "bad" in names:
+            raise Ended("its process ended by SIGSEGV")
+        if "breaks" in names:
+            i = list(names).index("breaks")
+            return Done(i, failed=["breaks: why"], left=tuple(names[i + 1 :]), is_lost=True)
+        return Done(len(names))
+
+
+def test_one_fault_fails_one_check():
+    workers = FaultyWorkers()
+    done = report_module._run_isolated(workers, "cpu", "torch", ["a", "bad", "b"])
+    assert sum(part.passed for part in done) == 2
+    assert [line for part in done for line in part.failed] == ["bad: its process ended by SIGSEGV"]
+    done = report_module._run_isolated(workers, "cpu", "torch", ["a", "breaks", "b", "c"])
+    assert sum(part.passed for part in done) == 3 and workers.calls[-1] == ["b", "c"]
+    assert [line for part in done for line in part.failed] == ["breaks: why"]
+
+
+def test_a_lost_device_in_this_process_fails_what_is_left(wrong, monkeypatch):
+    monkeypatch.setattr(report_module, "_answers", lambda _: False)
+    *_, report = check_backend("cpu", ["silu_and_mul"], jobs=0)
+    (row,) = report.ops
+    assert len(row.failed) == 9 and row.passed == 0
+    assert all("not run: after the check before" in line for line in row.failed[1:])
+
+
+def test_in_processes_as_in_one(capsys, tmp_path):
+    reports = []
+    for jobs in ("0", "2"):
+        path = tmp_path / f"{jobs}.json"
+        flags = ["--backend", "cpu", "--provider", "torch", "--op", "rms_norm", "--op", "linear"]
+        assert main(["check-backend", *flags, "--jobs", jobs, "--report", str(path)]) == 0
+        reports.append(json.loads(path.read_text())["ops"])
+    for rows in reports:
+        assert [(row["op"], row["passed"]) for row in rows] == [("linear", 24), ("rms_norm", 12)]
+    assert [row["worst_error"] for row in reports[0]] == [row["worst_error"] for row in reports[1]]

@@ -1,0 +1,110 @@
+"""Calls in processes of their own, side by side: what ends a process (a fault of a library, of the
+device, a call that hangs) ends no other, and the next call starts it again.
+
+Runs on: gpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+SECONDS = 1800.0  # a call; AITER compiles some modules for minutes
+
+
+class Ended(Exception):
+    """The process that ran a call is no more; the text says how it ended."""
+
+
+class Workers:
+    """So many processes, for as many threads.
+
+    Args:
+        function: of a module; gives its result, and whether its process can go on.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Any, bool]], count: int) -> None:
+        self._function = function
+        self._all = [_Worker() for _ in range(count)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._all:
+            self._idle.put(worker)
+        self._is_over = False
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Calls that are under way, and all further ones, raise Ended."""
+        self._is_over = True
+        for worker in self._all:
+            worker.kill()
+
+    def run(self, *args: Any, seconds: float = SECONDS) -> Any:
+        """What the function gives, in the next process that is idle.
+
+        Raises:
+            Ended: its process ended before it gave anything, or took too long.
+        """
+        worker = self._idle.get()
+        try:
+            if self._is_over:
+                raise Ended("there are no more processes")
+            return worker.run(self._function, args, seconds)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """A process, started when it is needed."""
+
+    def __init__(self) -> None:
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection
+
+    def run(self, function: Callable[..., tuple[Any, bool]], args: Any, seconds: float) -> Any:
+        if self._process is None:
+            # Not forked: a child of a process that has used a device cannot use it.
+            context = multiprocessing.get_context("spawn")
+            self._pipe, there = context.Pipe()
+            self._process = context.Process(target=_serve, args=(there, function), daemon=True)
+            self._process.start()
+            there.close()
+        process = self._process
+        try:
+            self._pipe.send(args)
+            if not self._pipe.poll(seconds):
+                self.kill()
+                raise Ended(f"took more than {seconds:g} s")
+            result, goes_on = self._pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            self._process = None
+            raise Ended(_how(process.exitcode)) from None
+        if not goes_on:
+            self.kill()
+        return result
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, function: Callable[..., tuple[Any, bool]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(function(*pipe.recv()))
+
+
+def _how(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process ended by {signal.Signals(-code).name}"
