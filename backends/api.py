@@ -231,6 +231,8 @@ class QuantizedWeight:
         scales: float32 [ceil(out / block[0]), ceil(in / block[1])], one for each block of codes;
             None for "gguf".
         offsets: the same shape, None for zero.
+        has_zero_points: of "uint4": every offset is -scale times an integer from 0 to 16, as in
+            AWQ and GPTQ, so that value = (code - zero point) * scale.
         block: (rows, columns) that share a scale: (out, in) a tensor, (1, in) a channel,
             (128, 128), (1, group).
         activations: how the input is rounded to the codes' type before the product: not at all
@@ -255,6 +257,7 @@ class QuantizedWeight:
     order: Tensor | None = None
     gguf_type: str = ""
     dtype: torch.dtype | None = None
+    has_zero_points: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -166,6 +166,7 @@ def regrouped(weight: QuantizedWeight) -> QuantizedWeight:
         offsets=None if groups.offsets is None else groups.offsets.flatten(-2).contiguous(),
         block=(1, block_type.group),
         gguf_type="",
+        has_zero_points=weight.gguf_type == "Q4_0",  # 8
     )
 
 

@@ -25,7 +25,7 @@ from ..quantized import unpack_nibbles
 from .arch import current_arch
 
 KINDS = ("fp8", "int8", "uint4", "mxfp4")
-PLANES = {"uint4": 4, "mxfp4": 4, "int8": 1, "fp8": 1, "fp8 bits": 1}
+PLANES = {"uint4": 4, "uint4 zeros": 4, "mxfp4": 4, "int8": 1, "fp8": 1, "fp8 bits": 1}
 WIDTHS = (64, 32, 16)  # columns of a plane, the widest first
 MAX_PADDING = 1.03  # of the columns, for a wider plane
 TRITON_TYPES = {
@@ -52,7 +52,8 @@ class Codes(NamedTuple):
     """A weight [out, in], or [num_experts, out, in], for weight-only products.
 
     Attributes:
-        kind: of `PLANES`; "fp8 bits" is fp8 as bytes, for compilers that do not know the type.
+        kind: of `PLANES`; "fp8 bits" is fp8 as bytes, for compilers that do not know the type;
+            "uint4 zeros" has zero points for offsets, which are subtracted from codes exactly.
         codes: [..., chunks, out, width], int16 words of four codes, or int8, fp8 and uint8, of
             which it may be a view of [..., out, in].
         scales: float32 [..., groups, out]. Or int32 words, which asynchronous copies can fetch: of
@@ -160,6 +161,10 @@ def pack(weight: QuantizedWeight) -> Codes:
         short = scales.to(scale_type)
         if weight.offsets is None:
             offsets = torch.zeros_like(short)
+        elif kind == "uint4" and weight.has_zero_points:
+            kind = "uint4 zeros"
+            zeros = -spread(weight.offsets) / torch.where(scales == 0, 1.0, scales)
+            offsets = zeros.round().to(scale_type)
         else:  # offset / scale, which says where zero is, stays what it is
             ratio = torch.where(scales == 0, 1.0, short.float() / scales)
             offsets = (spread(weight.offsets) * ratio).to(scale_type)
@@ -212,6 +217,26 @@ def uint4_asm(plane, is_bf16):
         lop3.b32 t, t, 0x000F000F, base, 0xEA;
         fma.rn.{kind} t, t, one, minus;
         fma.rn.{kind} $0, t, $2, $3;
+    }}"""
+
+
+@triton.constexpr_function
+def uint4_zeros_asm(plane, is_bf16):
+    """Two codes c of a pair of words to (c - zero) * scale, of which the product alone is rounded.
+
+    c joins the mantissa of 128 (bfloat16) or 1024 (float16); the third operand is the zero point
+    and that, negative.
+    """
+    kind, one, base = (
+        ("bf16x2", "0x3F803F80", "0x43004300") if is_bf16 else ("f16x2", "0x3C003C00", "0x64006400")
+    )
+    return f"""{{
+        .reg .b32 t, one, base, zero;
+        mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 zero, 0x80008000;
+        shr.b32 t, $1, {4 * plane};
+        lop3.b32 t, t, 0x000F000F, base, 0xEA;
+        fma.rn.{kind} t, t, one, $3;
+        fma.rn.{kind} $0, t, $2, zero;
     }}"""
 
 
@@ -274,12 +299,16 @@ def widen(
     bits.
     """
     SHAPE: tl.constexpr = codes.shape
-    if KIND == "uint4" and PTX and DTYPE != tl.float32:
+    HAS_ZEROS: tl.constexpr = KIND == "uint4 zeros"
+    if (KIND == "uint4" or HAS_ZEROS) and PTX and DTYPE != tl.float32:
+        IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
         scales, offsets = halves(words, SCALE)
+        if HAS_ZEROS:
+            offsets = -offsets.to(tl.float32) - (128.0 if IS_BF16 else 1024.0)
         scale = tl.broadcast_to(scales.to(DTYPE)[:, None], SHAPE)
         offset = tl.broadcast_to(offsets.to(DTYPE)[:, None], SHAPE)
         w = tl.inline_asm_elementwise(
-            uint4_asm(PLANE, DTYPE == tl.bfloat16),
+            uint4_zeros_asm(PLANE, IS_BF16) if HAS_ZEROS else uint4_asm(PLANE, IS_BF16),
             "=r,r,r,r",
             [codes, scale, offset],
             dtype=scale.dtype,
@@ -298,7 +327,7 @@ def widen(
             pack=2,
         )
     else:
-        if KIND == "uint4":
+        if KIND == "uint4" or HAS_ZEROS:
             wide = ((codes.to(tl.int32) >> (4 * PLANE)) & 15).to(tl.float32)
         elif KIND == "mxfp4":
             wide = e2m1(codes, PLANE)
@@ -313,6 +342,9 @@ def widen(
             wide *= (exponents << 23).to(tl.float32, bitcast=True)[:, None]
         elif GROUP > 0 and SCALE == tl.float32:
             wide *= words[:, None]
+        elif HAS_ZEROS:
+            scales, zeros = halves(words, SCALE)
+            wide = (wide - zeros.to(tl.float32)[:, None]) * scales.to(tl.float32)[:, None]
         elif GROUP > 0:
             scales, offsets = halves(words, SCALE)
             wide = wide * scales.to(tl.float32)[:, None] + offsets.to(tl.float32)[:, None]

@@ -1,6 +1,7 @@
 """Products with quantized weights.
 
-Two kinds. *Widened*: codes become the activations' type in registers, and the product is theirs.
+Three kinds. *Widened*: codes become the activations' type in registers, for a product in that.
+*Expanded*: the same in memory, which many rows repay: the product is then cuBLAS's or hipBLASLt's.
 *Scaled*: activations are rounded to the codes' type (fp8, int8) by a kernel of its own, matrix
 instructions multiply codes, and scales join the sums. Weights are the left operand of the
 instruction throughout, whose left side has 64 rows on Hopper while tokens may be few; where they
@@ -12,6 +13,7 @@ Runs on: gpu.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,11 +21,15 @@ from torch import Tensor
 from ..api import QuantizedWeight
 from . import linear
 from .arch import Arch, current_arch
-from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widened_sum
+from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widen, widened_sum
 
 SPLIT_BLOCK_OUT = 16  # the smallest block of outputs: how many counters a weight needs
 FEW_ROWS = 64  # up to which a tile has all of them
 MAX_WIDENED_ROWS = 16  # up to which activations are not rounded
+# From how many rows a weight of codes alone is expanded. On an H200 [28672, 4096] takes some 75 us
+# to expand, and a widened product 0.3 us a row more than cuBLAS's.
+EXPANDED_ROWS = {"sm_90": 384}
+EXPANDED_ROWS_ELSEWHERE = 1024
 # One row: linear.py's tiles for bfloat16 with twice the columns, which are as many bytes.
 ONE_ROW, ONE_ROW_MANY = linear.Tile(16, 512, 4, 6), linear.Tile(8, 1024, 2, 6)
 MIN_SPLIT_COLUMNS = 512  # a program's, at least
@@ -45,6 +51,10 @@ class Tile(NamedTuple):
     num_warps: int
     stages: int
     splits: int | None = None
+
+
+# Many rows, scales of blocks: 2,048 tokens' experts on an H200 431 us; in blocks of 128 rows 984.
+SCALED_BLOCKS = Tile(64, 128, 128, 4, 4)
 
 
 class PackedQuantized(NamedTuple):
@@ -109,10 +119,12 @@ def _round_rows(
     if IS_FIXED:
         scale = tl.zeros([NUM_GROUPS], tl.float32) + tl.load(fixed_ptr)
     else:
-        scale = tl.max(tl.abs(x), 1) / LARGEST
+        # Exact quotients: one that is off by a bit takes the other code wherever x is a tie, which
+        # of 16 bits it often is.
+        scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST)
         scale = tl.where(scale == 0, 1.0, scale)
     is_broken = tl.max((x != x).to(tl.int32), 1) > 0
-    y = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
+    y = tl.clamp(tl.div_rn(x, scale[:, None]), -LARGEST, LARGEST)
     if IS_INT8:
         y = (y + SIGNED_ROUNDING) - SIGNED_ROUNDING
     scale = tl.where(is_broken, float("nan"), scale)
@@ -293,6 +305,52 @@ def _scaled(
     )  # fmt: skip
 
 
+@triton.jit
+def _expand(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    num_out,
+    num_in,
+    stride_chunk,
+    stride_row,
+    factor,
+    KIND: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The values of a block of rows and one chunk of columns."""
+    chunk = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.minimum(n, num_out - 1)
+    k = tl.arange(0, WIDTH)
+    at = codes_ptr + chunk.to(tl.int64) * stride_chunk + row.to(tl.int64)[:, None] * stride_row
+    codes = tl.load(at + k[None, :])
+    for p in tl.static_range(PLANES):
+        column = (chunk * PLANES + p) * WIDTH
+        if KIND == "mxfp4":
+            words = tl.load(scales_ptr + chunk * num_out + row)
+        elif GROUP == 0:
+            words = row
+        else:
+            words = tl.load(scales_ptr + column // GROUP * num_out + row)
+        w = widen(codes, words, p, KIND, GROUP, out_ptr.dtype.element_ty, SCALE, PTX)
+        if GROUP == 0:
+            w = w.to(tl.float32) * tl.load(scales_ptr + row)[:, None]
+        elif KIND == "mxfp4":
+            w = w.to(tl.float32) * factor
+        live = (n < num_out)[:, None]
+        if not EVEN:
+            live = live & (column + k < num_in)[None, :]
+        out = out_ptr + n.to(tl.int64)[:, None] * num_in + (column + k)[None, :]
+        tl.store(out, w.to(out_ptr.dtype.element_ty), mask=live)
+
+
 # ------------------------------------------------------------------------------------------ hosts
 
 
@@ -350,6 +408,8 @@ def quantized_linear(
         out = x.new_empty(1, packed.num_out, dtype=dtype)
         tile = ONE_ROW_MANY if packed.num_out >= linear.MANY_OUTPUTS else ONE_ROW
         return linear.linear(x, packed.scaled, packed.bias, out, tile, scales=packed.scales)
+    if packed.scaled is None and dtype == x.dtype and is_worth_expanding(x):
+        return expanded_linear(x, packed)
     if packed.scaled is None or (packed.widened is not None and len(x) <= MAX_WIDENED_ROWS):
         return widened_linear(x, packed, dtype)
     rounded = round_rows(x, packed.scaled.dtype, packed.group, packed.input_scale)
@@ -420,7 +480,8 @@ def widened_linear(
     if num_rows == 0:
         return out
     arch = current_arch()
-    tile = fit_codes(tile or widened_tile(num_rows, arch), codes, x.element_size(), arch)
+    tile = tile or widened_tile(num_rows, num_out, codes.kind, arch)
+    tile = fit_codes(tile, codes, x.element_size(), arch)
     row_tiles = triton.cdiv(num_rows, tile.rows)
     out_blocks = triton.cdiv(num_out, tile.block_out)
     num_in = codes.num_chunks * codes.chunk
@@ -454,6 +515,40 @@ def widened_linear(
     return out
 
 
+def is_worth_expanding(x: Tensor) -> bool:
+    """Whether so many activations [num_tokens, in] repay it; float32 has no fast product."""
+    rows = EXPANDED_ROWS.get(current_arch().name, EXPANDED_ROWS_ELSEWHERE)
+    return x.element_size() == 2 and len(x) >= rows
+
+
+def expanded_linear(x: Tensor, packed: PackedQuantized) -> Tensor:
+    """The product of activations as they are, in their type, by the library's kernel."""
+    if packed.order is not None:
+        x = x.index_select(1, packed.order)
+    return F.linear(x, expand(packed, x.dtype), packed.bias)
+
+
+def expand(packed: PackedQuantized, dtype: torch.dtype) -> Tensor:
+    """A weight's values [out, in], its columns in the order of its codes."""
+    codes, num_out = packed.widened, packed.num_out
+    assert codes is not None
+    out = torch.empty(num_out, codes.num_in, dtype=dtype, device=codes.codes.device)
+    block_out = 32
+    _expand[(codes.num_chunks, triton.cdiv(num_out, block_out))](
+        codes.codes,
+        codes.scales,
+        out,
+        num_out,
+        codes.num_in,
+        codes.codes.stride(-3),
+        codes.codes.stride(-2),
+        codes.factor,
+        BLOCK_OUT=block_out,
+        **constants(codes, current_arch()),
+    )
+    return out
+
+
 def constants(codes: Codes, arch: Arch) -> dict[str, Any]:
     """Those of `codes.widened_sum` that the weight decides."""
     return {
@@ -467,13 +562,23 @@ def constants(codes: Codes, arch: Arch) -> dict[str, Any]:
     }
 
 
-def widened_tile(num_rows: int, arch: Arch) -> Tile:
+def widened_tile(num_rows: int, num_out: int, kind: str, arch: Arch) -> Tile:
     """By what fits: weights stream past few rows; many rows repay the widening."""
     if num_rows <= FEW_ROWS:
-        rows = max(16, triton.next_power_of_2(num_rows))
-        return Tile(rows, 64, 256, 4, 4 if rows <= 32 else 3)
+        return Tile(max(16, triton.next_power_of_2(num_rows)), 64, 256, 4, 3)
     if arch.name == "sm_100":  # Triton 3.6 compiles 128 x 128 to a trap
         return Tile(64, 128, 256, 4, 3)
+    if arch.name == "sm_90":  # 256 rows on an H200: 28672 outputs 147 us, 4096 27, of 178 and 47
+
+        def fills(tile: Tile) -> bool:
+            blocks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.block_out)
+            return blocks >= arch.num_cores
+
+        large = Tile(128, 256, 128, 8, 3)
+        if kind.startswith("uint4") and fills(large):
+            return large
+        if not fills(Tile(128, 128, 128, 8, 3)):
+            return Tile(64, 64, 256, 4, 3)
     return Tile(128, 128, 128, 8, 3)
 
 
@@ -481,10 +586,10 @@ def scaled_tile(num_rows: int, is_blocked: bool, arch: Arch) -> Tile:
     """As `widened_tile`, for products of codes."""
     if num_rows <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(num_rows))
-        return Tile(rows, 64, 256, 4, 4)
-    if is_blocked and arch.name.startswith("gfx"):  # two sums in registers
-        return Tile(64, 128, 128, 8, 2)
-    return Tile(128, 128, 128, 8, 4)
+        return Tile(rows, 64, 256, 4, 4, None if rows <= 32 else 1)
+    if is_blocked:  # two sums in registers
+        return Tile(64, 128, 128, 8, 2) if arch.name.startswith("gfx") else SCALED_BLOCKS
+    return Tile(128, 128, 128, 4, 3) if arch.name == "sm_90" else Tile(128, 128, 128, 8, 4)
 
 
 def _splits(tile: Tile, num_programs: int, num_in: int, num_rows: int, arch: Arch) -> int:

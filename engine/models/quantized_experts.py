@@ -141,7 +141,7 @@ class Stack:
         codes, block = part.codes, part.block[0]
         scales = part.codes[:, :0] if part.scales is None else part.scales  # GGUF has them in codes
         num, num_out, _ = self.shape
-        kind = part.kind, part.gguf_type
+        kind = part.kind, part.gguf_type, part.has_zero_points
         form = (*kind, part.block, part.activations, codes.shape[1], scales.shape[1])
         if not self._form:
             self._form = form
@@ -183,4 +183,5 @@ class Stack:
             self._input_scale,
             orders,
             part.gguf_type,
+            has_zero_points=part.has_zero_points,
         )

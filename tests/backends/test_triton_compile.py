@@ -155,7 +155,10 @@ def quantized_weight(target, kind, block, activations, *size):
     halved = (*size[:-1], size[-1] if kind in dtypes else size[-1] // 2)
     codes = meta_tensor(*halved, dtype=dtypes.get(kind, torch.uint8))
     offsets = scales if kind == "uint4" else None
-    return QuantizedWeight(kind, codes, size, scales, offsets, block, activations)
+    has_zeros = kind == "uint4" and block[1] == 128
+    return QuantizedWeight(
+        kind, codes, size, scales, offsets, block, activations, has_zero_points=has_zeros
+    )
 
 
 def launch_delta_net(dtype, *, interleaved):
@@ -258,6 +261,7 @@ QUANTIZED_PRODUCTS = [  # rows, or tokens of experts; kind; block; rounding of a
     (256, "uint4", (1, 32), None),
     (1, "uint4", (1, 128), None),
     (1, "int8", (1, 16), None),
+    (2048, "uint4", (1, 128), None),
     (17, "fp8", (1, 0), "token"),
 ]
 QUANTIZED_EXPERTS = [(1, "mxfp4", (1, 32), None), (4096, "fp8", (1, 0), "token")]
@@ -293,10 +297,10 @@ def test_quantized_products_compile(target):
         launched += [pool.submit(launch_experts, *arguments) for arguments in experts]
         for done in launched:
             done.result()
-    products = [k for k in compiled.kernels if k.name.endswith(("_widened", "_scaled"))]
+    products = [k for k in compiled.kernels if k.name.endswith(("_widened", "_scaled", "_expand"))]
     assert len(products) == len(plain) + 2 * len(experts)
     for kernel in products:
-        assert kernel.matrix_instructions > 0, kernel
+        assert kernel.matrix_instructions > 0 or kernel.name == "_expand", kernel
         assert kernel.spilled <= MAX_SPILL, kernel
     compiled.prove()
 

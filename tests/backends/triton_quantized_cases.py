@@ -21,6 +21,7 @@ SCHEMES = {
     "uint4 g32": ("uint4", (1, 32), None, True),
     "uint4 g128": ("uint4", (1, 128), None, True),
     "uint4 channel": ("uint4", (1, 0), None, True),
+    "uint4 g32, zero points": ("uint4", (1, 32), None, True),
     "uint4 g32, symmetric": ("uint4", (1, 32), None, False),
     "mxfp4": ("mxfp4", (1, 32), None, False),
     "fp8": ("fp8", (1, 0), "token", False),
@@ -52,9 +53,14 @@ def make(name, num_out, num_in, num_experts=0, seed=0):
         scales = torch.exp2(
             torch.log2(scales).round() + torch.randint(-3, 4, groups, generator=gen)
         )
-    offsets = -scales * torch.rand(groups, generator=gen) * 15 if has_offsets else None
+    levels, has_zeros = torch.rand(groups, generator=gen) * 15, "zero points" in name
+    if has_zeros:
+        scales, levels = scales.half().float(), levels.round()
+    offsets = -scales * levels if has_offsets else None
     fixed = torch.tensor([0.01]) if activations == "tensor" else None
-    return QuantizedWeight(kind, raw, size, scales, offsets, block, activations, fixed)
+    return QuantizedWeight(
+        kind, raw, size, scales, offsets, block, activations, fixed, has_zero_points=has_zeros
+    )
 
 
 def error(got, want):
@@ -79,6 +85,32 @@ def test_every_scheme(name, num_rows, dtype):
     got = quantized.quantized_linear(x, packed, torch.float32)
     assert error(got, want) < (3e-3 if dtype == BF16 else 6e-4)
     assert quantized.quantized_linear(x, packed).dtype == dtype
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_weight_is_expanded_for_many_rows(name, monkeypatch):
+    weight = make(name, 70, 320)
+    packed = quantized.pack_quantized(weight, bias := random(70))
+    got, want = quantized.expand(packed, BF16), oracle.dequantize(weight)
+    assert got.shape == (70, 320) and error(got, want) < 6e-3
+    monkeypatch.setattr(quantized, "EXPANDED_ROWS_ELSEWHERE", 9)
+    monkeypatch.setattr(quantized, "widened_linear", lambda *_: pytest.fail("few rows"))
+    if packed.scaled is None:
+        x = random(9, 328)[:, :320]
+        known = oracle.linear(x.double(), weight, bias.double(), None)
+        assert error(quantized.quantized_linear(x, packed), known) < 6e-3
+
+
+def test_zero_points_are_subtracted_exactly():
+    weight = make("uint4 g32, zero points", 48, 256)
+    packed = quantized.pack_quantized(weight, None)
+    assert packed.widened.kind == "uint4 zeros"
+    want = oracle.dequantize(weight)
+    for dtype, places in ((torch.float32, 23), (torch.float16, 10), (BF16, 7)):
+        got = quantized.quantized_linear(torch.eye(256, dtype=dtype), packed, torch.float32)
+        # No more than the roundings of the scale and of the product, near zero as elsewhere.
+        torch.testing.assert_close(got.T, want, rtol=1.01 * 2.0**-places, atol=0)
+        assert bool((got.T == 0).any())
 
 
 @pytest.mark.parametrize("name", ["uint4 g32", "mxfp4", "int8 g16", "fp8", "fp8 blocks", "int8"])

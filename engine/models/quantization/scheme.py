@@ -77,7 +77,14 @@ def grouped(
     if bits == 4:
         offsets = (-zeros * scales).contiguous()
         return QuantizedWeight(
-            "uint4", codes.contiguous(), shape, scales, offsets, (1, size), order=order
+            "uint4",
+            codes.contiguous(),
+            shape,
+            scales,
+            offsets,
+            (1, size),
+            order=order,
+            has_zero_points=True,
         )
     # Signed codes are the unsigned ones less 128.
     codes, offsets = (codes ^ 0x80).view(torch.int8).contiguous(), (middle - zeros) * scales
@@ -130,6 +137,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         shape=(*first.shape[:-2], num_out, first.shape[-1]),
         scales=None if first.scales is None else _cat([w.scales for w in weights]),
         offsets=_cat([_offsets(w) for w in weights]) if has_offsets else None,
+        has_zero_points=all(w.has_zero_points for w in weights),
     )
 
 
