@@ -71,8 +71,6 @@ def random_quantized(
     grid = (*front, -(-num_out // rows), -(-num_in // columns))
     scales = (torch.rand(grid, generator=gen) * 1.5 + 0.5) / num_in**0.5
     shape = (*front, num_out, num_in)
-    if case.kind == "uint4":
-        scales = scales.half().float()  # as checkpoints have them
     match case.kind:
         case "fp8":
             codes = torch.randn(shape, generator=gen).mul(64).to(torch.float8_e4m3fn)
@@ -82,7 +80,7 @@ def random_quantized(
             codes, scales = codes.to(torch.int8), scales / 40
         case "uint4":
             codes = pack_nibbles(torch.randint(16, shape, generator=gen))
-            scales /= 4.6
+            scales = (scales / 4.6).half().float()  # as checkpoints have them
         case "mxfp4":  # its scales are powers of two
             codes = pack_nibbles(torch.randint(16, shape, generator=gen))
             scales = (scales / torch.tensor(E2M1).std()).log2().round().exp2()

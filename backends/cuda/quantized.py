@@ -1,5 +1,7 @@
 """Products with fp8 weights by cuBLAS's and CUTLASS's kernels, as torch has them, for many rows.
 
+With a scale a row and a token, or one for each 128 x 128 of the weight and 128 columns of a token.
+
 Runs on: gpu.
 """
 
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 
 MIN_ROWS = 65  # from which torch's kernels are used
 ALIGNMENT = 16  # of both sizes of a weight
+BLOCK = 128  # and where blocks share a scale
+BLOCKED_ROWS = 8  # a multiple of which cuBLAS wants with those
 
 
 class ScaledMMOps:
-    """Quantized products: torch's for fp8 with a scale a row and a token, else our kernels."""
+    """Quantized products: torch's for fp8, else our kernels."""
 
     name = "scaled_mm"
     gguf_types = TritonOps.gguf_types
@@ -59,26 +63,30 @@ class ScaledMMOps:
 
 
 def suits(packed: quantized.PackedQuantized, out_dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel: it writes bfloat16, and takes no blocks of scales."""
+    """Whether torch has a kernel: it writes bfloat16."""
+    alignment = ALIGNMENT if packed.group == 0 else BLOCK
     return (
         packed.scaled is not None
         and packed.scaled.dtype == torch.float8_e4m3fn
-        and packed.group == 0
+        and (packed.group == 0 or packed.block_scales is not None)
         and out_dtype == torch.bfloat16
-        and all(size % ALIGNMENT == 0 for size in packed.scaled.shape)
+        and all(size % alignment == 0 for size in packed.scaled.shape)
     )
 
 
 def scaled_mm(x: Tensor, packed: quantized.PackedQuantized) -> Tensor:
     """[num_tokens, in] to bfloat16 [num_tokens, out]."""
-    assert packed.scaled is not None
-    rounded = quantized.round_rows(x, packed.scaled.dtype, 0, packed.input_scale)
+    weight, group, blocks = packed.scaled, packed.group, packed.block_scales
+    assert weight is not None
+    rounded = quantized.round_rows(
+        x, weight.dtype, group, packed.input_scale, multiple=BLOCKED_ROWS if group else 1
+    )
     out = torch._scaled_mm(
         rounded.codes,
-        packed.scaled.t(),
+        weight.t(),
         scale_a=rounded.scales.t(),
-        scale_b=packed.scales,
+        scale_b=packed.scales if blocks is None else blocks.t(),
         out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+        use_fast_accum=blocks is None,
+    )[: len(x)]
     return out if packed.bias is None else out.add_(packed.bias)

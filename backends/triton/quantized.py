@@ -25,7 +25,6 @@ from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widen,
 
 SPLIT_BLOCK_OUT = 16  # the smallest block of outputs: how many counters a weight needs
 FEW_ROWS = 64  # up to which a tile has all of them
-MAX_WIDENED_ROWS = 16  # up to which activations are not rounded
 # From how many rows a weight of codes alone is expanded. On an H200 [28672, 4096] takes some 75 us
 # to expand, and a widened product 0.3 us a row more than cuBLAS's.
 EXPANDED_ROWS = {"sm_90": 384}
@@ -33,7 +32,7 @@ EXPANDED_ROWS_ELSEWHERE = 1024
 # One row: linear.py's tiles for bfloat16 with twice the columns, which are as many bytes.
 ONE_ROW, ONE_ROW_MANY = linear.Tile(16, 512, 4, 6), linear.Tile(8, 1024, 2, 6)
 MIN_SPLIT_COLUMNS = 512  # a program's, at least
-PROGRAMS_PER_CORE = 3  # that fill a multiprocessor which streams weights
+PROGRAMS_PER_CORE = 3  # that fill a multiprocessor which streams weights for up to 32 rows
 SIGNED_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 rounds what is added to it
 
 
@@ -61,11 +60,12 @@ class PackedQuantized(NamedTuple):
     """A weight [out, in].
 
     Attributes:
-        widened: for products with the activations as they are; None where sizes do not suit.
+        widened: for products with the activations as they are, or None.
         scaled: codes [out, in] for products with rounded activations, or None.
         scales, group: of those; see `codes.Codes`.
         input_scale: float32 [1], the activations' fixed scale, or None.
         order: int32 [in], which input each column belongs to, or None.
+        block_scales: float32 [out / 128, in / 128], where blocks of 128 x 128 share a scale.
         counters: int32, one for each block of outputs, 0 between launches.
     """
 
@@ -76,6 +76,7 @@ class PackedQuantized(NamedTuple):
     input_scale: Tensor | None
     bias: Tensor | None
     order: Tensor | None
+    block_scales: Tensor | None
     counters: Tensor
 
     @property
@@ -134,19 +135,23 @@ def _round_rows(
     tl.store(scales_ptr + g.to(tl.int64) * num_rows + row, scale, mask=g * GROUP < size)
 
 
-def round_rows(x: Tensor, dtype: torch.dtype, group: int, fixed: Tensor | None) -> Rounded:
+def round_rows(
+    x: Tensor, dtype: torch.dtype, group: int, fixed: Tensor | None, multiple: int = 1
+) -> Rounded:
     """Activations [num_tokens, in] as codes of a type, by scales of a token or of its groups.
 
     Args:
         group: columns that share a scale; 0 for all.
         fixed: float32 [1], the scale of all, or None to measure it.
+        multiple: of how many rows the result is to have; those beyond x hold anything.
     """
     assert x.stride(1) == 1
     num_rows, size = x.shape
+    num_padded = -(-num_rows // multiple) * multiple
     block = triton.next_power_of_2(size)
-    codes = torch.empty(num_rows, size, dtype=dtype, device=x.device)
+    codes = torch.empty(num_padded, size, dtype=dtype, device=x.device)
     num_groups = triton.cdiv(size, group) if group else 1
-    scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device)
+    scales = torch.empty(num_groups, num_padded, dtype=torch.float32, device=x.device)
     is_int8 = dtype == torch.int8
     if num_rows:
         _round_rows[(num_rows,)](
@@ -154,7 +159,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, group: int, fixed: Tensor | None) 
             codes,
             scales,
             fixed if fixed is not None else scales,
-            num_rows,
+            num_padded,
             size,
             x.stride(0),
             BLOCK=block,
@@ -355,26 +360,26 @@ def _expand(
 
 
 def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedQuantized:
-    """Codes for one of the two kinds of product, or for both.
+    """Codes for products with activations as they are, or with rounded ones.
 
     Raises:
         BackendError: there is no kernel for a weight of this kind.
     """
     codes, scaled = pack(weight), scaled_codes(weight)
-    has_view = scaled is None or codes.codes.data_ptr() == scaled.data_ptr()
     counters = torch.zeros(
         triton.cdiv(weight.shape[0], SPLIT_BLOCK_OUT),
         dtype=torch.int32,
         device=weight.codes.device,
     )
     return PackedQuantized(
-        codes if has_view else None,
+        codes if scaled is None else None,
         scaled,
         codes.scales,
         codes.group,
         weight.input_scale,
         bias,
         weight.order,
+        weight.scales if weight.block == (128, 128) else None,
         counters,
     )
 
@@ -401,7 +406,7 @@ def quantized_linear(
 ) -> Tensor:
     """[num_tokens, in] to [num_tokens, out], in x's type or out_dtype.
 
-    Few activations stay as they are: rounding them is a kernel more, and gains nothing.
+    One row by scales of rows stays as it is: its kernel streams weights as fast as there is.
     """
     dtype = out_dtype or x.dtype
     if len(x) == 1 and packed.scaled is not None and packed.group == 0:
@@ -410,7 +415,7 @@ def quantized_linear(
         return linear.linear(x, packed.scaled, packed.bias, out, tile, scales=packed.scales)
     if packed.scaled is None and dtype == x.dtype and is_worth_expanding(x):
         return expanded_linear(x, packed)
-    if packed.scaled is None or (packed.widened is not None and len(x) <= MAX_WIDENED_ROWS):
+    if packed.scaled is None:
         return widened_linear(x, packed, dtype)
     rounded = round_rows(x, packed.scaled.dtype, packed.group, packed.input_scale)
     return scaled_linear(rounded, packed, dtype)
@@ -586,7 +591,7 @@ def scaled_tile(num_rows: int, is_blocked: bool, arch: Arch) -> Tile:
     """As `widened_tile`, for products of codes."""
     if num_rows <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(num_rows))
-        return Tile(rows, 64, 256, 4, 4, None if rows <= 32 else 1)
+        return Tile(rows, 64, 256, 4, 4)
     if is_blocked:  # two sums in registers
         return Tile(64, 128, 128, 8, 2) if arch.name.startswith("gfx") else SCALED_BLOCKS
     return Tile(128, 128, 128, 4, 3) if arch.name == "sm_90" else Tile(128, 128, 128, 8, 4)
@@ -598,7 +603,8 @@ def _splits(tile: Tile, num_programs: int, num_in: int, num_rows: int, arch: Arc
         return 1
     if tile.splits is not None:
         return tile.splits
-    wanted = PROGRAMS_PER_CORE * arch.num_cores // num_programs
+    per_core = PROGRAMS_PER_CORE if tile.rows <= 32 else 1
+    wanted = per_core * arch.num_cores // num_programs
     most = num_in // max(MIN_SPLIT_COLUMNS, tile.block_in)
     return 1 << max(0, min(wanted, most).bit_length() - 1)
 
