@@ -241,7 +241,11 @@ def _answers(runtime: DeviceRuntime) -> bool:
 
 @functools.cache
 def _target(backend: str, provider: str) -> Target:
-    return Target(registry.select(backend).runtime, _providers(backend)[provider])
+    torch.set_num_threads(1)  # of the oracle: the processes share the cores
+    runtime, found = registry.select(backend).runtime, _providers(backend)[provider]
+    if (reason := found.probe(runtime)) is not None:  # it prepares what the ops need
+        raise BackendError(f"{provider}: {reason}")
+    return Target(runtime, found)
 
 
 def _run_in_worker(backend: str, provider: str, names: Sequence[str]) -> tuple[Done, bool]:

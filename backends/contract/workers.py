@@ -44,6 +44,9 @@ class Workers:
         self._is_over = True
         for worker in self._all:
             worker.kill()
+        for worker in [self._idle.get() for _ in self._all]:
+            worker.reap()
+            self._idle.put(worker)
 
     def run(self, *args: Any, seconds: float = SECONDS) -> Any:
         """What the function gives, in the next process that is idle.
@@ -73,32 +76,41 @@ class _Worker:
             context = multiprocessing.get_context("spawn")
             self._pipe, there = context.Pipe()
             self._process = context.Process(target=_serve, args=(there, function), daemon=True)
+            # An interrupt is the parent's business; a child inherits what this thread blocks.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             self._process.start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             there.close()
         process = self._process
         try:
             self._pipe.send(args)
             if not self._pipe.poll(seconds):
                 self.kill()
+                self.reap()
                 raise Ended(f"took more than {seconds:g} s")
             result, goes_on = self._pipe.recv()
         except (EOFError, OSError):
-            process.join()
-            self._process = None
+            self.reap()
             raise Ended(_how(process.exitcode)) from None
         if not goes_on:
             self.kill()
+            self.reap()
         return result
 
     def kill(self) -> None:
-        process, self._process = self._process, None
+        """May be called beside `run`, which then raises Ended."""
+        process = self._process
         if process is not None:
             process.kill()
-            process.join()
+
+    def reap(self) -> None:
+        """By whoever holds the worker: two that wait for one process would not both learn how."""
+        if self._process is not None:
+            self._process.join()
+            self._process = None
 
 
 def _serve(pipe: Connection, function: Callable[..., tuple[Any, bool]]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     with contextlib.suppress(EOFError):
         while True:
             pipe.send(function(*pipe.recv()))
