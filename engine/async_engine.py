@@ -19,9 +19,9 @@ from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -79,7 +79,9 @@ class Output:
         num_output: output tokens of this choice so far, the stop token included.
         prompt_logprobs: once, where asked for; the first prompt token's entry is None.
         queue_s: seconds that the request waited for its first step.
-        deltas, num_reasoning: of an AnswerOutput.
+        deltas: with an AnswerFormat, what is new: content, reasoning, and calls of tools. `text` is
+            of the content only.
+        num_reasoning: output tokens so far that were reasoning.
     """
 
     choice: int
@@ -92,8 +94,8 @@ class Output:
     num_output: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     queue_s: float = 0.0
-    deltas: ClassVar[tuple[Delta, ...]] = ()
-    num_reasoning: ClassVar[int] = 0
+    deltas: tuple[Delta, ...] = ()
+    num_reasoning: int = 0
 
     def merged(self, later: Output) -> Output:
         """With a later output of the same choice, as one: who reads slowly loses nothing."""
@@ -101,25 +103,11 @@ class Output:
             "text": self.text + later.text,
             "token_ids": self.token_ids + later.token_ids,
             "prompt_logprobs": self.prompt_logprobs or later.prompt_logprobs,
+            "deltas": self.deltas + later.deltas,
         }
         if self.logprobs is not None:
             both["logprobs"] = self.logprobs + (later.logprobs or ())
-        if self.deltas or later.deltas:
-            both["deltas"] = self.deltas + later.deltas
         return replace(later, **both)
-
-
-@dataclass(slots=True)
-class AnswerOutput(Output):
-    """New output of an answer with an `AnswerFormat`. `text` is of the content only.
-
-    Attributes:
-        deltas: what is new: content, reasoning, and calls of tools.
-        num_reasoning: output tokens so far that were reasoning.
-    """
-
-    deltas: tuple[Delta, ...] = ()  # type: ignore[misc]
-    num_reasoning: int = 0  # type: ignore[misc]
 
 
 class Stream:
@@ -129,25 +117,35 @@ class Stream:
     Leaving the iteration early, or cancelling the task that iterates, aborts the request.
     """
 
-    def __init__(self, engine: AsyncEngine, request_id: int, prompt: array, params: SamplingParams):
+    __slots__ = (
+        *("_detokenizers", "_engine", "_error", "_includes_stop", "_outputs", "_request_id"),
+        *("_taker", "_unseen", "_waiter", "prompt_tokens"),
+    )
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        request_id: int,
+        prompt: array,
+        params: SamplingParams,
+        answer: AnswerFormat | None = None,
+    ):
         self.prompt_tokens = prompt
         self._engine = engine
         self._request_id = request_id
-        self._params = params
+        self._includes_stop = params.include_stop_str_in_output
+        options = params.stop, self._includes_stop, params.skip_special_tokens
         self._detokenizers = {
-            i: Detokenizer(
-                engine.tokenizer,
-                params.stop,
-                params.include_stop_str_in_output,
-                params.skip_special_tokens,
-            )
+            i: Detokenizer(engine.tokenizer, *options)
+            if answer is None
+            else AnswerDetokenizer(engine.tokenizer, answer, *options)
             for i in range(params.n)
         }  # of the choices that still run
-        self._num_output = [0] * params.n
         self._unseen = [params.n, len(prompt)]  # see AsyncEngine
         self._outputs: deque[Output] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Callable[[Output], object] | None = None
 
     def __aiter__(self) -> Stream:
         return self
@@ -158,13 +156,31 @@ class Stream:
                 raise self._error
             if not self._detokenizers:
                 raise StopAsyncIteration
-            self._waiter = self._engine.loop.create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError:
-                self.abort()
-                raise
+            await self._wait()
         return self._outputs.popleft()
+
+    async def forward(self, take: Callable[[Output], object]) -> None:
+        """Call `take` with each output as it comes, until the last.
+
+        As iterating, but no token costs a switch of tasks. What `take` raises ends it.
+        """
+        self._taker = take
+        try:
+            self._hand_over()
+            while self._taker is not None:
+                await self._wait()
+        finally:
+            self._taker = None
+        if self._error is not None:
+            raise self._error
+
+    async def _wait(self) -> None:
+        self._waiter = self._engine.loop.create_future()
+        try:
+            await self._waiter
+        except asyncio.CancelledError:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         """Stop the request, if it still runs. What it computed stays in the prefix cache."""
@@ -179,27 +195,27 @@ class Stream:
 
     def _take(self, fact: Tokens) -> None:
         """Turn tokens into text. Called by the engine, once a step at most."""
-        choice = fact.choice
+        _, choice, ids, logprobs, finish, stop_id, num_cached, prompt_logprobs, queue_s = fact
         detokenizer = self._detokenizers.get(choice)
         if detokenizer is None:
             return  # ended by a stop string, while the next step was already running
-        ids, finish = fact.token_ids, fact.finish_reason
-        stop_reason: str | int | None = fact.stop_token_id
-        logprobs = fact.logprobs
-        is_hidden_stop = stop_reason is not None and not self._params.include_stop_str_in_output
+        stop_reason: str | int | None = stop_id
+        num_before = detokenizer.num_tokens
+        is_hidden_stop = stop_id is not None and not self._includes_stop
         text = detokenizer.feed(ids[:-1] if is_hidden_stop else ids)
         if detokenizer.stopped is not None:
-            ids = ids[: detokenizer.num_tokens - self._num_output[choice]]
+            ids = ids[: detokenizer.num_tokens - num_before]
             logprobs = logprobs[: len(ids)] if logprobs else logprobs
             if finish is None:
                 self._engine._abort(self._request_id, choice)
-            finish, stop_reason = "stop", detokenizer.stopped
+            finish, stop_reason = "stop", detokenizer.stopped or None
         elif finish is not None:
+            if type(detokenizer) is AnswerDetokenizer:
+                detokenizer.is_cut = finish == "length"
             text += detokenizer.flush()
-        if stop_reason in self._engine.tokenizer.eos_ids:
-            stop_reason = None
-        self._num_output[choice] += len(ids)
         if finish is not None:
+            if stop_reason in self._engine.tokenizer.eos_ids:
+                stop_reason = None
             del self._detokenizers[choice]
             if not self._detokenizers:
                 self._engine._forget(self._request_id)
@@ -210,18 +226,39 @@ class Stream:
             logprobs,
             finish,
             stop_reason,
-            fact.num_cached,
-            self._num_output[choice],
-            fact.prompt_logprobs,
-            fact.queue_s,
+            num_cached,
+            num_before + len(ids),
+            prompt_logprobs,
+            queue_s,
         )
         outputs = self._outputs
-        last = outputs[-1] if len(outputs) >= MAX_UNREAD else None
-        if last is not None and last.choice == choice and len(last.token_ids) < MAX_MERGED:
-            outputs[-1] = last.merged(output)
+        if type(detokenizer) is AnswerDetokenizer:
+            output.deltas = detokenizer.take_deltas()
+            output.num_reasoning = detokenizer.num_reasoning
+            outputs.append(output)
+        elif (
+            len(outputs) >= MAX_UNREAD
+            and outputs[-1].choice == choice
+            and len(outputs[-1].token_ids) < MAX_MERGED
+        ):
+            outputs[-1] = outputs[-1].merged(output)
         else:
             outputs.append(output)
         self._wake()
+
+    def _hand_over(self) -> None:
+        """Give the outputs to whom `forward` was told; wake it where this is the end."""
+        take, outputs = self._taker, self._outputs
+        if take is None:
+            return
+        try:
+            while outputs:
+                take(outputs.popleft())
+        except Exception as error:
+            self._error = error
+        if self._error is not None or not self._detokenizers:
+            self._taker = None
+            self._wake()
 
     def _fail(self, error: Exception) -> None:
         self._error = error
@@ -231,52 +268,12 @@ class Stream:
         self._wake()
 
     def _wake(self) -> None:
+        if self._taker is not None:
+            self._engine._hand_over_soon(self)
+            return
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-
-class AnswerStream(Stream):
-    """A stream of AnswerOutput, each of them by itself."""
-
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        request_id: int,
-        prompt: array,
-        params: SamplingParams,
-        answer: AnswerFormat,
-    ):
-        super().__init__(engine, request_id, prompt, params)
-        self._detokenizers: dict[int, Any] = {
-            i: AnswerDetokenizer(
-                engine.tokenizer,
-                answer,
-                params.stop,
-                params.include_stop_str_in_output,
-                params.skip_special_tokens,
-            )
-            for i in range(params.n)
-        }
-
-    def _take(self, fact: Tokens) -> None:
-        detokenizer = self._detokenizers.get(fact.choice)
-        if detokenizer is None:
-            return
-        detokenizer.is_cut = fact.finish_reason == "length"
-        before, self._outputs = self._outputs, deque()
-        super()._take(fact)
-        output = self._outputs.pop()
-        values = {field.name: getattr(output, field.name) for field in fields(output)}
-        values["stop_reason"] = output.stop_reason or None  # "": the only call was complete
-        before.append(
-            AnswerOutput(
-                **values,
-                deltas=detokenizer.take_deltas(),
-                num_reasoning=detokenizer.num_reasoning,
-            )
-        )
-        self._outputs = before
 
 
 class AsyncEngine:
@@ -314,6 +311,7 @@ class AsyncEngine:
         self._unseen: deque[list[int]] = deque()
         self._unseen_choices = 0
         self._num_seen = 0
+        self._handing: list[Stream] = []  # which have news for who forwards them
         self._replies: dict[int, asyncio.Future[int]] = {}
         self._pool = ThreadPoolExecutor(
             min(POOL_THREADS, os.cpu_count() or 1), thread_name_prefix="stoker-pool"
@@ -507,7 +505,7 @@ class AsyncEngine:
 
         Args:
             grammar: compiled from params.grammar, where there is one.
-            answer: how to read the text; the stream then brings AnswerOutput.
+            answer: how to read the text; the outputs then have deltas.
             pin: keeps the prompt's pages in the cache longer than all that is pinned lower.
 
         Raises:
@@ -555,10 +553,7 @@ class AsyncEngine:
             pin=pin,
             grammar=grammar,
         )
-        if answer is None:
-            stream = Stream(self, request_id, tokens, params)
-        else:
-            stream = AnswerStream(self, request_id, tokens, params, answer)
+        stream = Stream(self, request_id, tokens, params, answer)
         self._streams[request_id] = stream
         self._unseen.append(stream._unseen)
         self._unseen_choices += params.n
@@ -739,6 +734,17 @@ class AsyncEngine:
                 reply = self._replies.pop(fact.reply_id)
                 if not reply.done():  # whoever asked may have left
                     reply.set_result(fact.num_kept)
+
+    def _hand_over_soon(self, stream: Stream) -> None:
+        """Once what the loop has to do now is done: of a loop behind by steps, all at once."""
+        if not self._handing:
+            self.loop.call_soon(self._hand_over)
+        self._handing.append(stream)
+
+    def _hand_over(self) -> None:
+        streams, self._handing = self._handing, []
+        for stream in streams:
+            stream._hand_over()
 
     def _die(self, error: BaseException) -> None:
         if self._death is not None:

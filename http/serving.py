@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ..engine.text.answer import AnswerFormat
     from ..engine.text.reader import Delta
     from .sse import EventStream
+
+    Taker = Callable[[Output], None]
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +80,12 @@ class Work:
     params: SamplingParams | None = None
     ended_by: StokerError | None = None
 
-    def outputs(self, stream: "Stream") -> "AsyncIterator[Output]":
-        """What a stream brings; the first output of every choice has the prompt's logprobs."""
+    def taker(self, take: "Taker") -> "Taker":
+        """For the outputs of one prompt: every choice's first then has the prompt's logprobs."""
         params = self.params
         if params and params.n > 1 and params.prompt_logprobs is not None:
-            return _share_prompt_logprobs(stream)
-        return stream
+            return _share_prompt_logprobs(take)
+        return take
 
     def end(self, error: StokerError) -> None:
         """Stop it: its client gets this error."""
@@ -406,29 +408,36 @@ async def run_all(jobs: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 async def _collect(work: Work, stream: "Stream", meter: Meter) -> list[Choice]:
     choices = [Choice() for _ in meter.last_s]
-    async for output in work.outputs(stream):
+
+    def take(output: "Output") -> None:
         meter(output)
         choices[output.choice].add(output)
+
+    await stream.forward(work.taker(take))
     return choices
 
 
-async def _share_prompt_logprobs(stream: "Stream") -> "AsyncIterator[Output]":
+def _share_prompt_logprobs(take: "Taker") -> "Taker":
     """The engine gives them once, with choice 0: what others say before that is held back."""
     known: tuple[TokenLogprob | None, ...] | None = None
     held: list[Output] = []
     begun: set[int] = set()
-    async for output in stream:
+
+    def share(output: "Output") -> None:
+        nonlocal known
         if output.finish_reason == "abort":
-            yield output
-            continue
+            take(output)
+            return
         known = known or output.prompt_logprobs
         held.append(output)
         if known is None:
-            continue
+            return
         for one in held:
-            yield one if one.choice in begun else replace(one, prompt_logprobs=known)
+            take(one if one.choice in begun else replace(one, prompt_logprobs=known))
             begun.add(one.choice)
         held.clear()
+
+    return share
 
 
 def check_end(output: "Output") -> None:

@@ -4,6 +4,10 @@ A chunk is built from bytes made once a stream: only the new text is encoded. A 
 slowly gets fewer, larger chunks; one that falls too far behind is cut off. An idle stream gets
 comments. The 200 goes out with the first event, so that what fails before it is a plain error.
 
+A step's tokens come after milliseconds of idleness, when nothing of these streams is in the
+processor's caches any more: what they cost is the memory that they touch. Hence the slots, and
+plain attributes where closures and properties would do.
+
 Runs on: loop.
 """
 
@@ -11,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -46,6 +51,10 @@ def event(value: Any) -> bytes:
 class ChunkEncoder:
     """Outputs of one prompt as OpenAI chunks; counts what the usage needs as they pass.
 
+    Attributes:
+        num_output, num_reasoning: output tokens of each choice, while every chunk carries the
+            usage; in any case at the end.
+
     Args:
         envelope: the fields that all chunks share; `choices` comes after them.
         first_index: the index of the prompt's choice 0.
@@ -55,6 +64,11 @@ class ChunkEncoder:
         is_plain: whether outputs inside a choice have only text.
         usage: where every chunk carries the usage so far, this gives it.
     """
+
+    __slots__ = (
+        *("after", "before", "begun", "choices", "first_index", "head", "is_plain", "plain"),
+        *("num_cached", "num_output", "num_reasoning", "usage"),
+    )
 
     def __init__(
         self,
@@ -69,14 +83,14 @@ class ChunkEncoder:
     ):
         self.head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":['
         self.first_index = first_index
-        before, after = plain.split(b"TEXT")
-        indices = range(first_index, first_index + n)
-        self.before = [self.head + before.replace(b"INDEX", b"%d" % i) for i in indices]
+        self.plain, after = plain.split(b"TEXT")
         self.after = after + b"]}\n\n"
+        # By choice what comes before its text, once it has begun and where it is plain.
+        self.before: list[bytes] = [b""] * n
         self.choices = choices
         self.is_plain = is_plain and usage is None
         self.usage = usage
-        self.has_begun = [False] * n
+        self.begun: set[int] = set()
         self.num_output = [0] * n
         self.num_reasoning = [0] * n
         self.num_cached = 0
@@ -84,25 +98,39 @@ class ChunkEncoder:
     def __call__(self, output: "Output") -> bytes:
         """The events of one output; none where it brings nothing to show."""
         i = output.choice
-        self.num_output[i] = output.num_output
-        if self.has_begun[i] and self.is_plain and not output.finish_reason:
+        before = self.before[i]
+        if before and not output.finish_reason:
             if not output.text:
                 return b""
-            return self.before[i] + orjson.dumps(output.text) + self.after
+            return before + orjson.dumps(output.text) + self.after
+        index = self.first_index + i
+        is_first = i not in self.begun
+        if is_first:
+            self.begun.add(i)
+            if self.is_plain:
+                self.before[i] = self.head + self.plain.replace(b"INDEX", b"%d" % index)
+            if i == 0:
+                self.num_cached = output.num_cached
+        self.num_output[i] = output.num_output
         self.num_reasoning[i] = output.num_reasoning
-        is_first = not self.has_begun[i]
-        self.has_begun[i] = True
-        if i == 0 and is_first:
-            self.num_cached = output.num_cached
         usage = b"" if self.usage is None else b',"usage":' + orjson.dumps(self.usage())
         return b"".join(
             self.head + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
-            for choice in self.choices(output, self.first_index + i, is_first)
+            for choice in self.choices(output, index, is_first)
         )
 
 
 class EventStream:
-    """One streamed response. Use as a context manager: errors become the last event."""
+    """One streamed response. Use as a context manager: errors become the last event.
+
+    Attributes:
+        is_started: whether the 200 went out.
+    """
+
+    __slots__ = (
+        *("_fd", "_transport", "is_chunked", "is_started", "last_write_s"),
+        *("request", "response", "server", "work"),
+    )
 
     def __init__(self, server: Server, request: web.Request, work: Work):
         self.server = server
@@ -110,13 +138,10 @@ class EventStream:
         self.work = work
         self.response = web.StreamResponse(headers=HEADERS)
         self.is_chunked = True
+        self.is_started = False
+        self._transport = request.transport
         self._fd = -1  # the socket's, where bytes may go to it directly
-        self.last_write_s = asyncio.get_running_loop().time()
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the 200 went out."""
-        return self.response.prepared
+        self.last_write_s = time.perf_counter()
 
     async def __aenter__(self) -> Self:
         self.server.event_streams.add(self)
@@ -150,12 +175,15 @@ class EventStream:
 
     async def start(self) -> None:
         """Send the headers."""
-        await self.response.prepare(self.request)
+        try:
+            await self.response.prepare(self.request)
+        finally:
+            self.is_started = self.response.prepared
         self.is_chunked = self.request.version >= HttpVersion11
-        transport = self.request.transport
+        transport = self._transport
         if transport is not None and transport.get_extra_info("ssl_object") is None:
             self._fd = transport.get_extra_info("socket").fileno()
-        self.last_write_s = asyncio.get_running_loop().time()
+        self.last_write_s = time.perf_counter()
 
     def write(self, data: bytes) -> None:
         """Write whole events, without waiting for the client: aiohttp's own write would.
@@ -165,7 +193,7 @@ class EventStream:
         """
         if not data:
             return  # an empty chunk would end the response
-        transport = self.request.transport
+        transport = self._transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         if self.is_chunked:
@@ -183,7 +211,7 @@ class EventStream:
 
     def unsent_bytes(self) -> int:
         """Bytes that the client's socket has not taken yet."""
-        transport = self.request.transport
+        transport = self._transport
         return transport.get_write_buffer_size() if transport else 0  # type: ignore[attr-defined]
 
     async def finish(self, data: bytes = DONE) -> None:
@@ -195,7 +223,7 @@ class EventStream:
                 self.write(data)
                 await self.response.write_eof()
         except TimeoutError:
-            self._cut_off("the client did not read the end of its answer")
+            self.cut_off("the client did not read the end of its answer")
 
     async def pump_all(self, encoders: Sequence[Callable[["Output"], bytes]]) -> None:
         """Send the outputs of all prompts as they come, each through its encoder."""
@@ -211,35 +239,20 @@ class EventStream:
             Overloaded: the engine gave the request up.
             ConnectionError: the client went away, or was cut off because it reads too slowly.
         """
-        clock = asyncio.get_running_loop().time
-        limit = self.server.config.max_tokens_behind
-        behind: dict[int, Output] = {}
-        async for output in self.work.outputs(stream):
-            meter(output)
-            if output.finish_reason:
-                check_end(output)
-            if not self.is_started:
-                await self.start()
-            if self.unsent_bytes() > BEHIND_BYTES:
-                before = behind.get(output.choice)
-                behind[output.choice] = before.merged(output) if before else output
-                if sum(len(held.token_ids) for held in behind.values()) > limit:
-                    self._cut_off(f"the client is more than {limit} tokens behind")
-                continue
-            self.last_write_s = clock()
-            if behind:
-                before = behind.pop(output.choice, None)
-                output = before.merged(output) if before else output
-                for held in behind.values():
-                    self.write(encode(held))
-                behind.clear()
-            self.write(encode(output))
-        for held in behind.values():
-            self.write(encode(held))
+        # Until the headers are out, outputs are fetched; from then on they come by themselves.
+        sender = _Sender(self, meter, encode)
+        take = self.work.taker(sender.take)
+        async for output in stream:
+            take(output)
+            await sender.start()
+            if self.is_started:
+                break
+        await stream.forward(take)
+        sender.catch_up()
 
     async def keep_alive(self) -> None:
         """Send a comment if the stream has been silent for long."""
-        silent_s = asyncio.get_running_loop().time() - self.last_write_s
+        silent_s = time.perf_counter() - self.last_write_s
         if silent_s < self.server.config.keep_alive_s or self.unsent_bytes():
             return
         with contextlib.suppress(ConnectionError):  # the handler learns it by being cancelled
@@ -248,7 +261,69 @@ class EventStream:
             self.write(COMMENT)
             self.last_write_s += silent_s
 
-    def _cut_off(self, reason: str) -> NoReturn:
-        if self.request.transport is not None:
-            self.request.transport.abort()  # type: ignore[attr-defined]
+    def cut_off(self, reason: str) -> NoReturn:
+        """Close the connection, whatever is still to be sent."""
+        if self._transport is not None:
+            self._transport.abort()  # type: ignore[attr-defined]
         raise ConnectionAbortedError(reason)
+
+
+class _Sender:
+    """Sends the outputs of one prompt; on the hot path.
+
+    Attributes:
+        early: what came before the headers were sent.
+        behind: by choice, what waits for the client to read.
+    """
+
+    __slots__ = ("behind", "early", "encode", "events", "meter")
+
+    def __init__(self, events: EventStream, meter: Meter, encode: Callable[["Output"], bytes]):
+        self.events = events
+        self.meter = meter
+        self.encode = encode
+        self.early: list[Output] = []
+        self.behind: dict[int, Output] = {}
+
+    def take(self, output: "Output") -> None:
+        """Send the next output, or keep it for later."""
+        self.meter(output)
+        if output.finish_reason:
+            check_end(output)
+        if self.events.is_started:
+            self._send(output)
+        else:
+            self.early.append(output)
+
+    async def start(self) -> None:
+        """Send what came before the headers, and these first."""
+        if self.early and not self.events.is_started:
+            await self.events.start()
+        for output in self.early:
+            self._send(output)
+        self.early.clear()
+
+    def catch_up(self) -> None:
+        """Send what was kept."""
+        for output in self.behind.values():
+            self.events.write(self.encode(output))
+        self.behind.clear()
+
+    def _send(self, output: "Output") -> None:
+        events = self.events
+        if events.unsent_bytes() > BEHIND_BYTES:
+            self._keep(output)
+            return
+        events.last_write_s = self.meter.last_s[output.choice]
+        if self.behind:
+            before = self.behind.pop(output.choice, None)
+            output = before.merged(output) if before else output
+            self.catch_up()
+        events.write(self.encode(output))
+
+    def _keep(self, output: "Output") -> None:
+        before = self.behind.get(output.choice)
+        self.behind[output.choice] = before.merged(output) if before else output
+        limit = self.events.server.config.max_tokens_behind
+        if sum(len(kept.token_ids) for kept in self.behind.values()) > limit:
+            self.events.cut_off(f"the client is more than {limit} tokens behind")
