@@ -43,6 +43,7 @@ BODIES = {
     "completions": {"prompt": [65, 66, 67], "ignore_eos": True, "stream": True},
     "chat": {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True},
 }
+A = ord("a") - ord("!")  # its token: the fake tokenizer's vocabulary begins with "!"
 TOP = 5  # log-probabilities a token
 
 
@@ -52,7 +53,6 @@ class Device:
     def __init__(self, step_s):
         self.runtime = SimpleNamespace(is_async=True)
         self.copies = None
-        self.masks = SimpleNamespace(fill_s=0.0, num_masks=0)
         self.masks = SimpleNamespace(fill_s=0.0, num_masks=0)
         self.step_s = step_s
         self.ends_s = 0.0  # of the latest launched step
@@ -74,7 +74,7 @@ class Flight:
     def wait(self):
         time.sleep(max(0.0, self.ends_s - time.perf_counter()))
         plan = self.plan
-        tokens = np.where(plan.samples, 97 + plan.step % 26, -1).astype(np.int32)
+        tokens = np.where(plan.samples, A + plan.step % 26, -1).astype(np.int32)
         ids = tokens[:, None] + np.arange(TOP, dtype=np.int32)
         logprobs = Logprobs(np.zeros(len(tokens), np.float32), ids, -ids.astype(np.float32))
         return StepResult(
