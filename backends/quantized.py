@@ -106,7 +106,9 @@ def round_activations(x: Tensor, weight: QuantizedWeight) -> Tensor:
         assert weight.input_scale is not None
         scales = weight.input_scale
     else:
-        scales = groups.abs().amax(-1, keepdim=True) / LARGEST[weight.kind]
+        # By a tensor: a GPU multiplies by a number's reciprocal, which rounds otherwise.
+        scales = groups.abs().amax(-1, keepdim=True)
+        scales = scales / torch.full_like(scales, LARGEST[weight.kind])
         scales = scales.masked_fill(scales == 0, 1.0)
     codes = round_to_codes(groups / scales, weight.kind)
     return (codes.to(x.dtype) * scales.to(x.dtype)).flatten(1)[:, :num_in]

@@ -27,7 +27,7 @@ from stoker.backends.api import Rope
 from stoker.backends.cuda import CublasOps, CudaRuntime
 from stoker.backends.reference import ReferenceOps
 from stoker.backends.triton import TritonOps, linear
-from stoker.backends.triton.linear import ONE_ROW, ONE_ROW_MANY_OUTPUTS, SOME_ROWS, Tile
+from stoker.backends.triton.linear import ONE_ROW, ONE_ROW_TILES, SOME_ROWS, Tile
 
 # name: (output features of the weight, input features, op)
 SHAPES = {
@@ -40,7 +40,7 @@ SHAPES = {
 LAYERS = 32
 EPS = 1e-5
 TILES = {
-    1: (ONE_ROW, ONE_ROW_MANY_OUTPUTS, Tile(16, 512, 4, 4)),
+    1: (ONE_ROW, *ONE_ROW_TILES.values(), Tile(16, 512, 4, 4)),
     2: (SOME_ROWS, Tile(64, 128, 4, 4), Tile(128, 128, 8, 4)),
 }
 BLAS, KERNELS, EXACT = CublasOps(), TritonOps(), ReferenceOps()

@@ -31,11 +31,16 @@ class Tile(NamedTuple):
 # benchmarks/gpu_linear.py. Against cuBLAS and separate kernels one row takes, in us: qkv 15.6
 # (18.8), o 11.2 (14.8), gate and up 59.6 (66.6), down 30.1 (34.6), head 237 (254); eight rows
 # qkv 18.5 (18.5), gate and up 61.4 (62.9); the others are slower than cuBLAS with its own sum.
-ONE_ROW = Tile(16, 256, 4, 6)
-ONE_ROW_MANY_OUTPUTS = Tile(8, 512, 2, 6)
+ONE_ROW = Tile(8, 512, 2, 6)
 MANY_OUTPUTS = 16_384
-ONE_ROW_FEW_OUTPUTS = Tile(2, 1024, 4, 4)  # a router: 2.0 us, with ONE_ROW 3.1
-FEW_OUTPUTS = 512
+# For one row and up to so many outputs. A router of 128 takes 2.0 us, with 16 x 256 3.1; outputs x
+# inputs 576 x 2048 3.3 (3.7), 1024 x 3072 4.3 (4.7), 3072 x 2048 6.0 (6.4), 5120 x 2048 8.5 (8.9).
+ONE_ROW_TILES = {
+    512: Tile(2, 1024, 4, 4),
+    1024: Tile(4, 1024, 4, 4),
+    5120: Tile(8, 256, 2, 6),
+    MANY_OUTPUTS - 1: Tile(16, 256, 4, 6),
+}
 SOME_ROWS = Tile(64, 256, 4, 3)
 SOME_ROWS_MAX_OUTPUTS = 65_536
 
@@ -46,9 +51,7 @@ def choose_tile(num_rows: int, weight: Tensor, *, has_norm: bool) -> Tile | None
     if num_rows > MAX_ROWS or num_rows == 0 or weight.element_size() != 2:
         return None
     if num_rows == 1:
-        if num_out <= FEW_OUTPUTS:
-            return ONE_ROW_FEW_OUTPUTS
-        return ONE_ROW_MANY_OUTPUTS if num_out >= MANY_OUTPUTS else ONE_ROW
+        return next((t for most, t in ONE_ROW_TILES.items() if num_out <= most), ONE_ROW)
     num_programs = num_out // SOME_ROWS.block_out
     fills_half = 2 * num_programs >= current_arch().num_cores
     return SOME_ROWS if has_norm and fills_half and num_out < SOME_ROWS_MAX_OUTPUTS else None

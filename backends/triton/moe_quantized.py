@@ -1,8 +1,8 @@
 """Mixtures of experts with quantized weights: the products of `quantized`, in the tiles of `moe`.
 
 Of few pairs of a token and an expert each is a tile of its own; more are sorted by expert. Where
-the scheme rounds activations and experts have many pairs, codes are multiplied; else weights are
-widened in registers. Gate and up rows take turns, as in `moe`.
+the scheme rounds activations, codes are multiplied, but for one token; else weights are widened in
+registers. Gate and up rows take turns, as in `moe`.
 
 Runs on: gpu.
 """
@@ -29,8 +29,6 @@ from .quantized import (
     round_rows,
     scaled_codes,
 )
-
-MIN_SCALED_PAIRS = 16  # an expert, on average, from which activations are rounded
 
 
 class PackedMatrix(NamedTuple):
@@ -268,7 +266,7 @@ def quantized_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     arch, num_pairs = current_arch(), num_tokens * top_k
-    is_scaled = is_worth_rounding(packed, num_pairs)
+    is_scaled = is_worth_rounding(packed, num_tokens)
     if tile is None:
         kind = "" if is_scaled or packed.down.widened is None else packed.down.widened.kind
         tile = default_tile(num_pairs / num_experts, kind, arch)
@@ -356,13 +354,15 @@ def quantized_experts(
     return sum_parts(parts, x.new_empty(num_tokens, hidden))
 
 
-def is_worth_rounding(packed: PackedQuantizedExperts, num_pairs: int) -> bool:
-    """Whether codes are multiplied: where they can be, and experts have many pairs or no choice."""
+def is_worth_rounding(packed: PackedQuantizedExperts, num_tokens: int) -> bool:
+    """Whether codes are multiplied: where they can be, and more than one token repays the sorting.
+
+    8 tokens of Qwen3-30B-A3B in fp8 take 91 us on an H200, widened 129, 64 tokens 171 and 255.
+    """
     matrices = packed.gate_up, packed.down
     if any(m.scaled is None for m in matrices):
         return False
-    is_many = num_pairs >= MIN_SCALED_PAIRS * packed.down.shape[0]
-    return is_many or any(m.widened is None for m in matrices)
+    return num_tokens > 1 or any(m.widened is None for m in matrices)
 
 
 def default_tile(per_expert: float, widened: str, arch: Arch) -> Tile:

@@ -25,10 +25,9 @@ from .codes import NO_FP8, PLANES, TRITON_TYPES, Codes, pack, scaled_sum, widen,
 
 SPLIT_BLOCK_OUT = 16  # the smallest block of outputs: how many counters a weight needs
 FEW_ROWS = 64  # up to which a tile has all of them
-# From how many rows a weight of codes alone is expanded. On an H200 [28672, 4096] takes some 75 us
-# to expand, and a widened product 0.3 us a row more than cuBLAS's.
-EXPANDED_ROWS = {"sm_90": 384}
-EXPANDED_ROWS_ELSEWHERE = 1024
+# From how many rows a weight of codes alone is expanded, and where its blocks fill the device: on
+# an H200 256 rows of [4096, 14336] take 91 us so, widened 88 to 172, of [28672, 4096] 174 and 146.
+EXPANDED_ROWS, EXPANDED_ROWS_OF_MANY = 129, 512
 # One row: linear.py's tiles for bfloat16 with twice the columns, which are as many bytes.
 ONE_ROW, ONE_ROW_MANY = linear.Tile(16, 512, 4, 6), linear.Tile(8, 1024, 2, 6)
 MIN_SPLIT_COLUMNS = 512  # a program's, at least
@@ -52,6 +51,7 @@ class Tile(NamedTuple):
     splits: int | None = None
 
 
+MANY_WIDENED = Tile(128, 128, 128, 8, 3)
 # Many rows, scales of blocks: 2,048 tokens' experts on an H200 431 us; in blocks of 128 rows 984.
 SCALED_BLOCKS = Tile(64, 128, 128, 4, 4)
 
@@ -413,7 +413,7 @@ def quantized_linear(
         out = x.new_empty(1, packed.num_out, dtype=dtype)
         tile = ONE_ROW_MANY if packed.num_out >= linear.MANY_OUTPUTS else ONE_ROW
         return linear.linear(x, packed.scaled, packed.bias, out, tile, scales=packed.scales)
-    if packed.scaled is None and dtype == x.dtype and is_worth_expanding(x):
+    if packed.scaled is None and dtype == x.dtype and is_worth_expanding(x, packed.num_out):
         return expanded_linear(x, packed)
     if packed.scaled is None:
         return widened_linear(x, packed, dtype)
@@ -520,10 +520,11 @@ def widened_linear(
     return out
 
 
-def is_worth_expanding(x: Tensor) -> bool:
+def is_worth_expanding(x: Tensor, num_out: int) -> bool:
     """Whether so many activations [num_tokens, in] repay it; float32 has no fast product."""
-    rows = EXPANDED_ROWS.get(current_arch().name, EXPANDED_ROWS_ELSEWHERE)
-    return x.element_size() == 2 and len(x) >= rows
+    has_many = _fills(MANY_WIDENED, len(x), num_out, current_arch())
+    least = EXPANDED_ROWS_OF_MANY if has_many else EXPANDED_ROWS
+    return x.element_size() == 2 and len(x) >= least
 
 
 def expanded_linear(x: Tensor, packed: PackedQuantized) -> Tensor:
@@ -573,18 +574,14 @@ def widened_tile(num_rows: int, num_out: int, kind: str, arch: Arch) -> Tile:
         return Tile(max(16, triton.next_power_of_2(num_rows)), 64, 256, 4, 3)
     if arch.name == "sm_100":  # Triton 3.6 compiles 128 x 128 to a trap
         return Tile(64, 128, 256, 4, 3)
-    if arch.name == "sm_90":  # 256 rows on an H200: 28672 outputs 147 us, 4096 27, of 178 and 47
+    large = Tile(128, 256, 128, 8, 3)  # 256 rows of [28672, 4096] on an H200: 147 us of 178
+    is_large = arch.name == "sm_90" and kind.startswith("uint4")
+    return large if is_large and _fills(large, num_rows, num_out, arch) else MANY_WIDENED
 
-        def fills(tile: Tile) -> bool:
-            blocks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.block_out)
-            return blocks >= arch.num_cores
 
-        large = Tile(128, 256, 128, 8, 3)
-        if kind.startswith("uint4") and fills(large):
-            return large
-        if not fills(Tile(128, 128, 128, 8, 3)):
-            return Tile(64, 64, 256, 4, 3)
-    return Tile(128, 128, 128, 8, 3)
+def _fills(tile: Tile, num_rows: int, num_out: int, arch: Arch) -> bool:
+    """Whether there is a block for every multiprocessor."""
+    return triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.block_out) >= arch.num_cores
 
 
 def scaled_tile(num_rows: int, is_blocked: bool, arch: Arch) -> Tile:

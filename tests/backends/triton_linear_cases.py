@@ -89,8 +89,9 @@ def test_which_products_the_kernel_takes():
         weight = torch.empty(num_out, 4096, dtype=dtype, device="meta")
         return linear.choose_tile(num_rows, weight, has_norm=has_norm)
 
-    assert tile(1, 6144) == tile(1, 6144, has_norm=False) == linear.ONE_ROW
-    assert tile(1, 28672) == tile(1, 128_256) == linear.ONE_ROW_MANY_OUTPUTS
+    assert tile(1, 6144) == tile(1, 6144, has_norm=False) == linear.Tile(16, 256, 4, 6)
+    assert tile(1, 28672) == tile(1, 128_256) == tile(1, linear.MANY_OUTPUTS) == linear.ONE_ROW
+    assert tile(1, 128) == tile(1, 512) == linear.Tile(2, 1024, 4, 4) != tile(1, 513)
     assert tile(2, 6144) == tile(8, 28672) == linear.SOME_ROWS
     assert tile(8, 4096, has_norm=False) is None
     assert tile(8, 128_256) is None

@@ -40,11 +40,11 @@ def rounded(weights, activations):
     ("fp8", "silu", False),
 ])  # fmt: skip
 def test_widened_experts(name, activation, has_bias, num_tokens):
-    """One token's pairs are tiles; more are sorted. Few pairs' activations are not rounded."""
+    """One token's pairs are tiles, and its activations are not rounded; more are sorted."""
     weights = experts(name, 4, 96, 64, activation, has_bias)
     ids, scales = random_pairs(num_tokens, 4, 2)
     x = random(num_tokens, 96)
-    known = rounded(weights, None)
+    known = rounded(weights, None) if num_tokens == 1 else weights
     want = ORACLE.quantized_experts(x.double(), ids, scales.double(), known)
     packed = moe_quantized.pack_quantized_experts(weights)
     got = moe_quantized.quantized_experts(x, ids, scales, packed)
@@ -52,9 +52,8 @@ def test_widened_experts(name, activation, has_bias, num_tokens):
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8", "fp8 tensor"])
-def test_experts_with_rounded_activations(name, monkeypatch):
+def test_experts_with_rounded_activations(name):
     """Blocks of scales, which gate and up rows do not share."""
-    monkeypatch.setattr(moe_quantized, "MIN_SCALED_PAIRS", 1)
     weights = experts(name, 4, 128, 64, has_bias=True)
     ids, scales = random_pairs(21, 4, 2)
     x = random(21, 128)
@@ -62,7 +61,7 @@ def test_experts_with_rounded_activations(name, monkeypatch):
         weights.gate_up.input_scale.fill_(0.01)
         weights.down.input_scale.fill_(0.02)
     packed = moe_quantized.pack_quantized_experts(weights)
-    assert moe_quantized.is_worth_rounding(packed, 42)
+    assert moe_quantized.is_worth_rounding(packed, 21)
     want = ORACLE.quantized_experts(x.double(), ids, scales.double(), weights)
     got = moe_quantized.quantized_experts(x, ids, scales, packed, Tile(16, 32, 64, 4, 3))
     assert error(got, want) < 2e-2  # a code of the second product may fall to the other side

@@ -95,7 +95,7 @@ def test_a_weight_is_expanded_for_many_rows(name, monkeypatch):
     packed = quantized.pack_quantized(weight, bias := random(70))
     got, want = quantized.expand(packed, BF16), oracle.dequantize(weight)
     assert got.shape == (70, 320) and error(got, want) < 6e-3
-    monkeypatch.setattr(quantized, "EXPANDED_ROWS_ELSEWHERE", 9)
+    monkeypatch.setattr(quantized, "EXPANDED_ROWS", 9)
     monkeypatch.setattr(quantized, "widened_linear", lambda *_: pytest.fail("few rows"))
     x = random(9, 328)[:, :320]
     known = oracle.linear(x.double(), weight, bias.double(), None)
