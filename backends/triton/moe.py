@@ -132,10 +132,7 @@ def _table() -> Mapping[str, Any]:
 def _load_weights(
     weight, first_row, rows, start, k, num_in, DESCRIBED: tl.constexpr, EVEN: tl.constexpr
 ):
-    """A block [BLOCK_OUT, BLOCK_IN] of all experts' rows, [num_experts * num_out, num_in].
-
-    The only place where weights are read: those stored in fewer bits are to be widened here.
-    """
+    """A block [BLOCK_OUT, BLOCK_IN] of all experts' rows, [num_experts * num_out, num_in]."""
     if DESCRIBED:
         w = weight.load([first_row, start])
     elif EVEN:
@@ -173,10 +170,12 @@ def _pair_gate_up(
     bias_ptr,
     norm_ptr,
     ids_ptr,
+    row_scales_ptr,
     out_ptr,
     num_out,
     num_in,
     stride_x,
+    stride_row_scales,
     eps,
     TOP_K: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -185,18 +184,22 @@ def _pair_gate_up(
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """BLOCK_OUT rows of gate and up for one pair; out is [num_pairs, inner].
 
-    With a norm of x, its scale of a row is one factor, which is applied to the result.
+    With a norm of x, its scale of a row is one factor, which is applied to the result. So are the
+    scales of the weight's rows where SCALE_GROUP is 0; else so many columns share one of each row.
     """
     pair = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_OUT
     n = first + tl.arange(0, BLOCK_OUT)
     k = tl.arange(0, BLOCK_IN)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
-    rows = expert * num_out + tl.minimum(n, num_out - 1)
+    row = tl.minimum(n, num_out - 1)
+    rows = expert * num_out + row
+    row_scales_ptr += expert * stride_row_scales
     x_ptr += (pair // TOP_K).to(tl.int64) * stride_x
     acc = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     squares = tl.zeros([BLOCK_IN], tl.float32)
@@ -213,8 +216,14 @@ def _pair_gate_up(
                 x *= tl.load(norm_ptr + column).to(tl.float32)
             else:
                 x *= tl.load(norm_ptr + column, mask=column < num_in, other=0.0).to(tl.float32)
-        acc += w.to(tl.float32) * x[None, :]
+        if SCALE_GROUP > 0:
+            group_scales = row_scales_ptr + start // SCALE_GROUP * num_out
+            acc += w.to(tl.float32) * x[None, :] * tl.load(group_scales + row)[:, None]
+        else:
+            acc += w.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
+    if SCALE_GROUP == 0:
+        y *= tl.load(row_scales_ptr + row)
     if HAS_NORM:
         y *= tl.rsqrt(tl.sum(squares, 0) / num_in + eps)
     if HAS_BIAS:
@@ -232,20 +241,24 @@ def _pair_down(
     bias_ptr,
     ids_ptr,
     scales_ptr,
+    row_scales_ptr,
     out_ptr,
     num_out,
     num_in,
+    stride_row_scales,
     TOP_K: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """BLOCK_OUT outputs of one token: one loop over its experts' inner dimensions.
 
-    x is [num_tokens * TOP_K, num_in]. The result is added to what is there where ADD.
+    x is [num_tokens * TOP_K, num_in]. The result is added to what is there where ADD. SCALE_GROUP:
+    columns that share a scale of each row, 0 for all, negative where there are none.
     """
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -269,7 +282,13 @@ def _pair_down(
             x = tl.load(x_ptr + rank * num_in + column)
         else:
             x = tl.load(x_ptr + rank * num_in + column, mask=column < num_in, other=0.0)
-        acc += w.to(tl.float32) * (x.to(tl.float32) * scale)[None, :]
+        x = x.to(tl.float32) * scale
+        if SCALE_GROUP >= 0:
+            group = start // SCALE_GROUP if SCALE_GROUP > 0 else 0
+            row_scales = row_scales_ptr + expert * stride_row_scales + group * num_out
+            acc += w.to(tl.float32) * x[None, :] * tl.load(row_scales + row)[:, None]
+        else:
+            acc += w.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + ids.to(tl.int64)[:, None] * num_out + row[None, :]
@@ -442,7 +461,7 @@ def experts(
     if tiles is None:
         tiles = _tiles_for(topk_ids, packed)
     if tiles.gate_up.rows == 1:
-        _one_by_one(x, topk_ids, topk_weights, packed, tiles, out)
+        one_by_one(x, topk_ids, topk_weights, packed, tiles, out)
     else:
         _sorted(x, topk_ids, topk_weights, packed, tiles, out)
     return out
@@ -463,7 +482,7 @@ def norm_experts_add(
     tiles = _tiles_for(topk_ids, packed)
     if tiles.gate_up.rows == 1:
         norm = norm_weight, eps
-        _one_by_one(residual, topk_ids, topk_weights, packed, tiles, residual, norm, add=True)
+        one_by_one(residual, topk_ids, topk_weights, packed, tiles, residual, norm, add=True)
     else:
         x = rms_norm(residual, norm_weight, eps)
         _sorted(x, topk_ids, topk_weights, packed, tiles, residual, add=True)
@@ -475,7 +494,14 @@ def _tiles_for(ids: Tensor, packed: PackedExperts) -> Tiles:
     return choose_tiles(ids.numel(), ids.shape[1], *shape, packed.down.dtype)
 
 
-def _one_by_one(
+class RowScales(NamedTuple):
+    """Of codes: float32 [num_experts, groups, out], and how many columns share one, 0 for all."""
+
+    scales: Tensor
+    group: int
+
+
+def one_by_one(
     x: Tensor,
     ids: Tensor,
     scales: Tensor,
@@ -485,8 +511,17 @@ def _one_by_one(
     norm: tuple[Tensor, float] | None = None,
     *,
     add: bool = False,
+    row_scales: tuple[RowScales, RowScales] | None = None,
 ) -> None:
+    """The experts of few tokens, each pair by itself.
+
+    Args:
+        norm: weight and eps of an RMS norm of x.
+        add: to what is in `out`, instead of overwriting it.
+        row_scales: of both weights, where they are codes of 8 bits.
+    """
     num_tokens, top_k = ids.shape
+    of_gate_up, of_down = row_scales or (RowScales(x, -1), RowScales(x, -1))
     hidden, inner = packed.down.shape[1:]
     y = x.new_empty(num_tokens * top_k, inner)
     norm_weight, eps = norm or (x, 0.0)
@@ -497,10 +532,12 @@ def _one_by_one(
         bias if bias is not None else x,
         norm_weight,
         ids,
+        of_gate_up.scales,
         y,
         2 * inner,
         hidden,
         x.stride(0),
+        of_gate_up.scales.stride(0),
         eps,
         TOP_K=top_k,
         BLOCK_OUT=tile.block_out,
@@ -509,6 +546,7 @@ def _one_by_one(
         ACTIVATION=packed.activation,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
+        SCALE_GROUP=of_gate_up.group,
         EVEN=hidden % tile.block_in == 0,
         num_warps=tile.num_warps,
     )
@@ -519,15 +557,18 @@ def _one_by_one(
         bias if bias is not None else x,
         ids,
         scales,
+        of_down.scales,
         out,
         hidden,
         inner,
+        of_down.scales.stride(0),
         TOP_K=top_k,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
         HAS_BIAS=bias is not None,
         ADD=add,
+        SCALE_GROUP=of_down.group,
         EVEN=inner % tile.block_in == 0,
         num_warps=tile.num_warps,
     )

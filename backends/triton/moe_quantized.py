@@ -18,7 +18,8 @@ from torch import Tensor
 from ..api import BackendError, QuantizedExperts, QuantizedWeight
 from .arch import Arch, current_arch
 from .codes import Codes, pack, scaled_sum, widened_sum
-from .moe import store_rows, sum_parts, take_turns
+from .moe import PackedExperts, RowScales, Tiles, one_by_one, store_rows, sum_parts, take_turns
+from .moe import Tile as MoETile
 from .moe_sort import sort_pairs
 from .quantized import (
     SCALED_BLOCKS,
@@ -35,7 +36,8 @@ class PackedMatrix(NamedTuple):
     """The experts' weights of one of the two products; see `quantized.PackedQuantized`.
 
     Attributes:
-        scaled: [num_experts, out, in], or None. bias: [num_experts, out], or None.
+        scaled: [num_experts, out, in]; where it is None, and only there, `widened` is not.
+        bias: [num_experts, out], or None.
     """
 
     widened: Codes | None
@@ -62,6 +64,11 @@ class PackedQuantizedExperts(NamedTuple):
     gate_up: PackedMatrix
     down: PackedMatrix
     activation: str
+
+
+# One token by codes of 8 bits, whose columns share a scale or not.
+ONE_TOKEN = Tiles(MoETile(1, 16, 512, 4, 4), MoETile(1, 8, 256, 2, 8))
+ONE_TOKEN_BLOCKS = Tiles(MoETile(1, 16, 128, 4, 8), MoETile(1, 8, 128, 2, 8))
 
 
 @triton.jit
@@ -212,23 +219,25 @@ def pack_quantized_experts(weights: QuantizedExperts) -> PackedQuantizedExperts:
     Raises:
         BackendError: there is no kernel for weights of this kind.
     """
-    return PackedQuantizedExperts(
-        _packed(_interleaved(weights.gate_up), weights.gate_up_bias, is_gate_up=True),
-        _packed(weights.down, weights.down_bias, is_gate_up=False),
-        weights.activation,
-    )
-
-
-def _packed(weight: QuantizedWeight, bias: Tensor | None, *, is_gate_up: bool) -> PackedMatrix:
-    if weight.order is not None:
+    matrices = _interleaved(weights.gate_up), weights.down
+    if any(weight.order is not None for weight in matrices):
         raise BackendError("no Triton kernel takes experts whose columns have an order")
-    codes, scaled = pack(weight), scaled_codes(weight)
-    has_view = scaled is None or codes.codes.data_ptr() == scaled.data_ptr()
-    if bias is not None:
-        bias = take_turns(bias) if is_gate_up else bias.contiguous()
-    return PackedMatrix(
-        codes if has_view else None, scaled, codes.scales, codes.group, weight.input_scale, bias
+    all_scaled = [scaled_codes(weight) for weight in matrices]
+    if any(scaled is None for scaled in all_scaled):
+        all_scaled = [None, None]
+    bias, down_bias = weights.gate_up_bias, weights.down_bias
+    biases = (
+        None if bias is None else take_turns(bias),
+        None if down_bias is None else down_bias.contiguous(),
     )
+    gate_up, down = map(_packed, matrices, all_scaled, biases)
+    return PackedQuantizedExperts(gate_up, down, weights.activation)
+
+
+def _packed(weight: QuantizedWeight, scaled: Tensor | None, bias: Tensor | None) -> PackedMatrix:
+    codes = pack(weight)
+    widened = codes if scaled is None else None
+    return PackedMatrix(widened, scaled, codes.scales, codes.group, weight.input_scale, bias)
 
 
 def _interleaved(weight: QuantizedWeight) -> QuantizedWeight:
@@ -258,22 +267,24 @@ def quantized_experts(
     """The weighted sum of each token's experts: [num_tokens, hidden].
 
     Args:
-        tile: for both products, instead of that of `default_tile`.
+        tile: for both products of several tokens, instead of that of `default_tile`.
     """
     num_tokens, top_k = topk_ids.shape
     num_experts, hidden, inner = packed.down.shape
     assert x.stride(1) == 1 and topk_ids.is_contiguous() and topk_weights.is_contiguous()
     if num_tokens == 0:
         return torch.empty_like(x)
+    is_scaled = packed.down.widened is None
+    if is_scaled and num_tokens == 1:
+        return _one_token(x, topk_ids, topk_weights, packed)
     arch, num_pairs = current_arch(), num_tokens * top_k
-    is_scaled = is_worth_rounding(packed, num_tokens)
     if tile is None:
-        kind = "" if is_scaled or packed.down.widened is None else packed.down.widened.kind
+        kind = "" if packed.down.widened is None else packed.down.widened.kind
         tile = default_tile(num_pairs / num_experts, kind, arch)
     order = tiles = topk_ids
     num_tiles = num_pairs
     is_few = num_tokens == 1 or (num_tokens == 2 and 4 * num_pairs <= num_experts)
-    is_sorted = is_scaled or not is_few
+    is_sorted = is_scaled or not is_few  # 8 tokens of Qwen3-30B-A3B in fp8: 91 us, unsorted 129
     if is_sorted:
         order, tiles = sort_pairs(topk_ids, num_experts, tile.rows)
         num_tiles = tiles.shape[1]
@@ -354,15 +365,23 @@ def quantized_experts(
     return sum_parts(parts, x.new_empty(num_tokens, hidden))
 
 
-def is_worth_rounding(packed: PackedQuantizedExperts, num_tokens: int) -> bool:
-    """Whether codes are multiplied: where they can be, and more than one token repays the sorting.
+def _one_token(
+    x: Tensor, ids: Tensor, weights: Tensor, packed: PackedQuantizedExperts, t: Tiles | None = None
+) -> Tensor:
+    """By codes of 8 bits, which one row widens as fast as they are read; x is not rounded."""
+    up, down = packed.gate_up, packed.down
+    assert up.scaled is not None and down.scaled is not None
+    plain = PackedExperts(up.scaled, down.scaled, up.bias, down.bias, packed.activation)
+    scales = RowScales(up.scales, up.group), RowScales(down.scales, down.group)
+    t = t or (ONE_TOKEN_BLOCKS if up.group or down.group else ONE_TOKEN)
+    t = Tiles(*(_within(tile, group) for tile, (_, group) in zip(t, scales, strict=True)))
+    out = torch.empty_like(x)
+    one_by_one(x, ids, weights, plain, t, out, row_scales=scales)
+    return out
 
-    8 tokens of Qwen3-30B-A3B in fp8 take 91 us on an H200, widened 129, 64 tokens 171 and 255.
-    """
-    matrices = packed.gate_up, packed.down
-    if any(m.scaled is None for m in matrices):
-        return False
-    return num_tokens > 1 or any(m.widened is None for m in matrices)
+
+def _within(tile: MoETile, group: int) -> MoETile:
+    return tile._replace(block_in=min(tile.block_in, group)) if group else tile
 
 
 def default_tile(per_expert: float, widened: str, arch: Arch) -> Tile:

@@ -61,10 +61,24 @@ def test_experts_with_rounded_activations(name):
         weights.gate_up.input_scale.fill_(0.01)
         weights.down.input_scale.fill_(0.02)
     packed = moe_quantized.pack_quantized_experts(weights)
-    assert moe_quantized.is_worth_rounding(packed, 21)
+    assert packed.gate_up.widened is None and packed.down.widened is None
     want = ORACLE.quantized_experts(x.double(), ids, scales.double(), weights)
     got = moe_quantized.quantized_experts(x, ids, scales, packed, Tile(16, 32, 64, 4, 3))
     assert error(got, want) < 2e-2  # a code of the second product may fall to the other side
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8", "fp8 tensor"])
+@pytest.mark.parametrize("inner", [64, 40])
+def test_one_token_by_codes_of_8_bits(name, inner):
+    """Its activations are not rounded; rows that no block divides; biases."""
+    weights = experts(name, 4, 128, inner, has_bias=True)
+    ids, scales = random_pairs(1, 4, 2)
+    packed = moe_quantized.pack_quantized_experts(weights)
+    for dtype in (BF16, torch.float32):
+        x = random(1, 128, dtype=dtype)
+        want = ORACLE.quantized_experts(x.double(), ids, scales.double(), rounded(weights, None))
+        got = moe_quantized.quantized_experts(x, ids, scales, packed)
+        assert got.dtype == dtype and error(got, want) < (8e-3 if dtype == BF16 else 1e-5)
 
 
 def test_rows_of_experts_that_nothing_divides():
