@@ -83,11 +83,15 @@ def launch(
         admitted: requests that have a slot since this step.
         new_pages: table entries that decode rows got for this step.
     """
-    chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: those of one token join the decodes
-    rows = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.intp)])
-    q_lens = np.ones(len(rows), np.int32)
-    prompt_logprobs = np.full(len(rows), -1, np.int32)
-    tokens = [np.where(slots.pending[decode] > 0, FROM_DEVICE, slots.last_token[decode])]
+    order = decode
+    if chunks:
+        chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: those of one token join the decodes
+        order = np.concatenate([decode, np.array([slot for slot, _ in chunks], np.intp)])
+    rows = slots.rows(order)
+    q_lens, prompt_logprobs = rows.ones, rows.no_logprobs
+    decode_tokens = slots.last_token[decode]
+    decode_tokens[slots.pending[decode] > 0] = FROM_DEVICE
+    tokens = [decode_tokens]
     score_tokens: dict[int, np.ndarray] = {}
     score_starts: dict[int, int] = {}
     for row, (slot, q_len) in enumerate(chunks, len(decode)):
@@ -103,20 +107,21 @@ def launch(
             score_starts[row] = start
             prompt_logprobs[row] = k
 
-    kv_lens = slots.computed[rows] + q_lens
-    samples = (kv_lens == slots.length[rows]) & slots.generates[rows]
-    slots.computed[rows] = kv_lens
-    slots.length[rows] += samples
-    slots.pending[rows] += samples
-    told, admissions = _admissions(slots, rows, admitted)
+    length = slots.length[order]
+    kv_lens = slots.computed[order] + q_lens
+    samples = (kv_lens == length) & slots.generates[order]
+    slots.computed[order] = kv_lens
+    slots.length[order] = length + samples
+    slots.pending[order] += samples
+    told, admissions = _admissions(slots, order, admitted)
     page_slots, page_indices, page_ids, *window_page_ids = _table_entries(slots, new_pages)
     plan = StepPlan(
         step=step,
-        slots=rows.astype(np.int32),
+        slots=rows.slots,
         q_lens=q_lens,
         kv_lens=kv_lens,
         num_decode_rows=len(decode) + sum(q_len == 1 for _, q_len in chunks),
-        tokens=np.concatenate(tokens, dtype=np.int32),
+        tokens=np.concatenate(tokens) if chunks else decode_tokens,
         samples=samples,
         prompt_logprobs=prompt_logprobs,
         page_slots=page_slots,
@@ -129,13 +134,13 @@ def launch(
     if window_page_ids:
         (plan.window_page_ids,) = window_page_ids
     if slots.num_constrained:
-        plan.masked = np.flatnonzero(samples & slots.is_constrained[rows]).astype(np.int32)
-    num_pairs = float((q_lens * (kv_lens - (q_lens - 1) / 2)).sum())
+        plan.masked = np.flatnonzero(samples & slots.is_constrained[order]).astype(np.int32)
+    num_pairs = float((q_lens * (kv_lens - (q_lens - 1) / 2)).sum() if chunks else kv_lens.sum())
     launched = LaunchedStep(
         step,
-        rows,
-        slots.serial[rows],
-        slots.owners(rows),
+        order,
+        rows.serials,
+        rows.requests,
         q_lens,
         kv_lens,
         samples,
@@ -176,6 +181,8 @@ def _admissions(
 
 def _table_entries(slots: Slots, new_pages: NewPages) -> NewPages:
     """The block-table entries that the device must learn before this step."""
+    if not slots.dirty and not slots.gone:
+        return new_pages
     entries: list[NewPages] = [new_pages]
     for slot, first in slots.dirty.items():
         indices = np.arange(first, slots.num_pages(slot), dtype=np.int32)

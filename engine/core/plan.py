@@ -22,9 +22,8 @@ from ..api.sampling_params import SamplingParams
 FROM_DEVICE = -1  # in StepPlan.tokens: the last token sampled for the row's slot
 
 
-def no_copies() -> np.ndarray:
-    """StepPlan's state_restores and state_saves where there are none."""
-    return np.empty((2, 0), np.int32)
+NONE = np.empty(0, np.int32)  # of rows or pages; nobody writes to a plan's arrays
+NO_COPIES = np.empty((2, 0), np.int32)
 
 
 @dataclass(slots=True)
@@ -92,13 +91,13 @@ class StepPlan:
     page_slots: np.ndarray
     page_indices: np.ndarray
     page_ids: np.ndarray
-    window_page_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    window_page_ids: np.ndarray = field(default_factory=lambda: NONE)
     score_tokens: dict[int, np.ndarray] = field(default_factory=dict)
     admitted: list[Admission] = field(default_factory=list)
     shared_groups: list[tuple[np.ndarray, int]] = field(default_factory=list)
-    masked: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    state_restores: np.ndarray = field(default_factory=no_copies)
-    state_saves: np.ndarray = field(default_factory=no_copies)
+    masked: np.ndarray = field(default_factory=lambda: NONE)
+    state_restores: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    state_saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
     @property
     def num_rows(self) -> int:

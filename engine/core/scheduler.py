@@ -56,7 +56,7 @@ from .fairness import FairShares
 from .launch import LaunchedStep, NewPages, launch
 from .ledger import PageLedger
 from .logprobs import logprobs_of_row, prompt_logprobs_of_row, take_prompt_logprobs
-from .plan import StepPlan, StepResult
+from .plan import NONE, StepPlan, StepResult
 from .policy import MAX_SORTED, POLICIES, Policy, QueueView
 from .request import Request
 from .reserve import Reserve
@@ -283,7 +283,7 @@ class Scheduler:
             if self.tiers is not None:
                 room = self.tiers.max_load_pages if len(decode) else sys.maxsize
                 self.ledger.load_room = room
-            chunks = self._plan_chunks(budget)
+            chunks = self._plan_chunks(budget) if len(decode) < len(self.slots.order) else []
             if len(decode) or chunks or self._in_flight or not len(self.slots.order):
                 break
             self._make_way()
@@ -317,11 +317,15 @@ class Scheduler:
             is_due = slots.num_missing(order) == 1
             if slots.num_constrained:  # a mask needs all tokens before its own
                 is_due &= ~slots.is_constrained[order] | (slots.pending[order] == 0)
-            decode = order[is_due][: self.limits.num_tokens]
-            short = decode[slots.computed[decode] >= slots.capacity[decode]]
+            decode = order if is_due.all() else order[is_due]
+            if len(decode) > self.limits.num_tokens:
+                decode = decode[: self.limits.num_tokens]
+            short = decode[(slots.computed >= slots.capacity)[decode]]
             if len(short) <= self.ledger.num_growable:
                 break
             self._make_way()
+        if not len(short):
+            return decode, (NONE,) * (3 if self.windows is None else 4)
         indices = slots.capacity[short] // self.page_size
         pages = self.ledger.take(len(short))
         slots.table[short, indices] = pages

@@ -32,7 +32,8 @@ class SharedPrefixes:
         """
         if self._made_of is not None:
             moves_before, decode_before = self._made_of
-            if moves_before == num_moves and np.array_equal(decode_before, decode):
+            is_same = decode is decode_before or np.array_equal(decode_before, decode)
+            if moves_before == num_moves and is_same:
                 return self._groups
         # A page in two tables means that all before it is shared too, so one column groups the
         # rows, and a bisection over columns finds how far a group goes.

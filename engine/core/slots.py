@@ -5,11 +5,31 @@ Runs on: any (pure).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from .request import Request
 
 NEVER = 2**31 - 1  # in Slots.save_at
+
+
+@dataclass(slots=True)
+class Rows:
+    """What rows of running requests have, whatever the step; nobody writes to the arrays.
+
+    Attributes:
+        order: intp [rows], their slots; slots: the same as int32.
+        serials: of the slots' owners. requests: these.
+        ones, no_logprobs: int32 [rows] of 1 and of -1: q_lens and prompt_logprobs of decode rows.
+    """
+
+    order: np.ndarray
+    slots: np.ndarray
+    serials: np.ndarray
+    requests: list[Request]
+    ones: np.ndarray
+    no_logprobs: np.ndarray
 
 
 class Slots:
@@ -62,6 +82,7 @@ class Slots:
         self.untold: set[int] = set()
         self._owners: list[Request | None] = [None] * n
         self._num_admissions = 0
+        self._rows = self._new_rows(self.order)
 
     def owner(self, slot: int) -> Request:
         """The request in a slot that is in use."""
@@ -74,6 +95,19 @@ class Slots:
         owners = self._owners
         numbers = (self.order if slots is None else slots).tolist()
         return [owners[slot] for slot in numbers]  # type: ignore[misc]
+
+    def rows(self, order: np.ndarray) -> Rows:
+        """Of these slots; as long as all that run are asked for, and are the same, made once."""
+        if order is not self.order:
+            return self._new_rows(order)
+        if order is not self._rows.order:  # `order` is never changed, but replaced
+            self._rows = self._new_rows(order)
+        return self._rows
+
+    def _new_rows(self, order: np.ndarray) -> Rows:
+        ones = np.ones(len(order), np.int32)
+        slots, serials = order.astype(np.int32), self.serial[order]
+        return Rows(order, slots, serials, self.owners(order), ones, -ones)
 
     def open(self, request: Request, pages: np.ndarray, num_computed: int) -> int:
         """Give a request a slot; its first num_computed tokens are in `pages`, int32 [n]."""
@@ -111,7 +145,7 @@ class Slots:
 
     def num_missing(self, slots: np.ndarray) -> np.ndarray:
         """Tokens to compute, the pending one included."""
-        return np.minimum(self.length[slots], self.compute_limit[slots]) - self.computed[slots]
+        return (np.minimum(self.length, self.compute_limit) - self.computed)[slots]
 
     def num_pages(self, slot: int) -> int:
         """How many pages a slot has."""

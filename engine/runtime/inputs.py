@@ -4,7 +4,8 @@ The arrays of a step are laid out one after the other in a byte buffer: written 
 numpy views, copied to the device at once, read there through torch views at the same offsets. The
 layout depends on the step's counts alone, so a captured step, whose counts are fixed, finds its
 inputs at the same addresses each time. Two host buffers take turns: a step is staged while the one
-before it may not have been copied yet, but after the one before that was waited for.
+before it may not have been copied yet, but after the one before that was waited for. What a buffer
+holds of the last step but one of the same requests, as long as these only decode, stays there.
 
 Runs on: gpu.
 """
@@ -143,6 +144,14 @@ class _Layout(NamedTuple):
         }
 
 
+class _Captured(NamedTuple):
+    """Where a captured step is staged: for either host buffer its arrays, and whence and whither
+    its bytes are copied."""
+
+    arrays: list[dict[str, np.ndarray]]
+    copies: list[tuple[Tensor, Tensor]]
+
+
 class Inputs:
     """Stages plans. Owns the block tables and the buffer of last sampled tokens, all by slot.
 
@@ -180,7 +189,9 @@ class Inputs:
         self._host: list[Tensor] = []
         self._turn = 0
         self._is_fixed = False
-        self._captured: dict[GraphShape, tuple[_Layout, list[dict[str, np.ndarray]]]] = {}
+        self._captured: dict[GraphShape, _Captured] = {}
+        # Of which shape and slots (by identity) each host buffer holds what `_write_rows` writes.
+        self._held: list[tuple[GraphShape, np.ndarray] | None] = [None, None]
         # Enough for any step: the buffers must not move once captured steps know their addresses.
         fixed = ALIGN * len(FIELDS) + 64 * (max_step_tokens + num_slots)
         fixed += 4 * (SHARED_TILE_ROWS + 1) * num_shared_tiles(num_slots)
@@ -221,7 +232,7 @@ class Inputs:
         host = layout.on_host(self._host[self._turn])
         device = layout.on_device(self.staged)
         sample_rows = self._write(plan, table, shape, host)
-        self._copy(layout.num_bytes)
+        self._copy(self.staged[: layout.num_bytes], self._host[self._turn][: layout.num_bytes])
         rows = plan.num_rows if shape is None else shape.rows
         decodes = plan.num_decode_rows if shape is None else shape.decode_rows
         shared = None
@@ -284,10 +295,13 @@ class Inputs:
         """Copy a plan to where a captured step of this shape reads it; the rows that sample."""
         if shape not in self._captured:
             layout = _Layout.of(self._counts(plan, shape))
-            self._captured[shape] = layout, [layout.on_host(buffer) for buffer in self._host]
-        layout, hosts = self._captured[shape]
-        sample_rows = self._write(plan, table, shape, hosts[self._turn])
-        self._copy(layout.num_bytes)
+            self._captured[shape] = _Captured(
+                [layout.on_host(buffer) for buffer in self._host],
+                [(self.staged[: layout.num_bytes], b[: layout.num_bytes]) for b in self._host],
+            )
+        arrays, copies = self._captured[shape]
+        sample_rows = self._write(plan, table, shape, arrays[self._turn])
+        self._copy(*copies[self._turn])
         if len(plan.page_ids) > shape.entries:  # rare: many long cached prompts begin at once
             entries, *ids = (
                 torch.from_numpy(values[shape.entries :].copy()).to(self._device)
@@ -363,7 +377,7 @@ class Inputs:
             begins = np.cumsum(plan.q_lens) - plan.q_lens  # of each row among the plan's tokens
             starts = plan.kv_lens - plan.q_lens - begins
             positions = np.arange(tokens) + starts[row_of_token]
-        indices, offsets = positions // self.page_size, positions % self.page_size
+        indices, offsets = np.divmod(positions, self.page_size)
         for page_of, (_, name) in zip(self._tables, names, strict=False):
             out_slots = page_of[row_slots, indices] * np.int64(self.page_size) + offsets
             _spread(host[name], out_slots, decodes, gap, -1)
@@ -373,9 +387,39 @@ class Inputs:
             ("tokens", ids, 0),
             ("positions", positions, 0),
             ("kv_lens", plan.kv_lens, 0),
-            ("slots", plan.slots, 0),
         ):
             _spread(host[name], values, decodes, gap, padding)
+        if len(host["shared_tile_lens"]):
+            tile_shared_groups(
+                plan.shared_groups,
+                host["shared_tile_rows"].reshape(-1, SHARED_TILE_ROWS),
+                host["shared_tile_lens"],
+                host["shared_row_lens"],
+            )
+        if shape is None or shape.chunk_rows:
+            self._held[self._turn] = None
+            sample_rows = self._write_rows(plan, table, host, begins, decodes, gap)
+            _fill(host["sample_positions"], plan.kv_lens[sample_rows], 0)
+            return sample_rows
+        held = self._held[self._turn]
+        if held is None or held[0] != shape or held[1] is not plan.slots:
+            self._write_rows(plan, table, host, begins, decodes, gap)
+            self._held[self._turn] = shape, plan.slots
+        _fill(host["sample_positions"], plan.kv_lens, 0)
+        return begins  # in a captured decode step all rows sample
+
+    def _write_rows(
+        self,
+        plan: StepPlan,
+        table: SlotTable,
+        host: dict[str, np.ndarray],
+        begins: np.ndarray,
+        decodes: int,
+        gap: int,
+    ) -> np.ndarray:
+        """Fill the arrays that stay the same while the same requests decode, as `_write`."""
+        rows, tokens = plan.num_rows, plan.num_tokens
+        _spread(host["slots"], plan.slots, decodes, gap, 0)
         ends = begins + plan.q_lens
         ends[decodes:] += gap
         indptr = host["qo_indptr"]
@@ -393,23 +437,15 @@ class Inputs:
                     for row in plan.score_tokens
                 ]
             )
-        if len(host["shared_tile_lens"]):
-            tile_shared_groups(
-                plan.shared_groups,
-                host["shared_tile_rows"].reshape(-1, SHARED_TILE_ROWS),
-                host["shared_tile_lens"],
-                host["shared_row_lens"],
-            )
         slots = plan.slots[sample_rows]
         _fill(host["sample_slots"], slots, 0)
-        _fill(host["sample_positions"], plan.kv_lens[sample_rows], 0)
         for name in ("seeds", "top_k", "temperature", "top_p", "min_p"):
             _fill(host[name], getattr(table, name)[slots], 0)
         return sample_rows
 
-    def _copy(self, num_bytes: int) -> None:
+    def _copy(self, staged: Tensor, host: Tensor) -> None:
         if not self._is_host:
-            self.staged[:num_bytes].copy_(self._host[self._turn][:num_bytes], non_blocking=True)
+            staged.copy_(host, non_blocking=True)
             self._turn = 1 - self._turn
 
 
@@ -450,12 +486,17 @@ TORCH_DTYPE = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.f
 
 
 def _fill(target: np.ndarray, values: np.ndarray, padding: int) -> None:
-    target[: len(values)] = values
-    target[len(values) :] = padding
+    count = len(values)
+    target[:count] = values
+    if count < len(target):
+        target[count:] = padding
 
 
 def _spread(target: np.ndarray, values: np.ndarray, split: int, gap: int, padding: int) -> None:
     """Put values into a padded array, with a gap after the first `split` of them."""
+    if split == len(values):
+        _fill(target, values, padding)
+        return
     target[:split] = values[:split]
     target[split : split + gap] = padding
     _fill(target[split + gap :], values[split:], padding)

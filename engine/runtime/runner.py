@@ -87,18 +87,22 @@ class InFlight:
             turn.ended.synchronize()
             self.device_s = turn.began.elapsed_time(turn.ended) / 1e3
         plan, rows = self._plan, self._sample_rows
-        tokens = np.full(plan.num_rows, -1, np.int32)
-        is_finite = np.ones(plan.num_rows, bool)
         logprobs = None
-        if self._sampled is not None:
+        if self._sampled is None:
+            tokens = np.full(plan.num_rows, -1, np.int32)
+            is_finite = np.ones(plan.num_rows, bool)
+        else:
             drawn = turn.tokens.numpy()[: len(rows)]
-            is_finite[rows] = drawn >= 0
-            tokens[rows] = np.where(drawn < 0, ~drawn, drawn)
+            is_finite = drawn >= 0
+            tokens = np.where(is_finite, drawn, ~drawn)
+            if len(rows) < plan.num_rows:
+                tokens = _spread(tokens, rows, plan.num_rows, -1)
+                is_finite = _spread(is_finite, rows, plan.num_rows, True)
             for row, constraint in zip(plan.masked, self._constraints, strict=True):
                 constraint.accept((int(tokens[row]),))
             if self._sampled.logprobs is not None:
                 at = rows[self._sampled.logprob_rows]
-                logprobs = _spread(self._sampled.logprobs, at, plan.num_rows)
+                logprobs = _spread_logprobs(self._sampled.logprobs, at, plan.num_rows)
         scored = {row: _to_numpy(lp) for row, lp in self._prompt_logprobs.items()}
         return StepResult(plan.step, tokens, is_finite, self.device_s, logprobs, scored)
 
@@ -217,7 +221,9 @@ class ModelRunner:
             logits, drawn = self.model.logits(hidden[: len(rows)]), None
             scored = self._score(plan, hidden[len(rows) :])
         if len(rows):
-            slots, kv_lens = plan.slots[rows], plan.kv_lens[rows]
+            slots, kv_lens = plan.slots, plan.kv_lens
+            if len(rows) < plan.num_rows:
+                slots, kv_lens = slots[rows], kv_lens[rows]
             if drawn is not None and not constraints and sampler.is_plain(slots, kv_lens):
                 sampled = Sampled(drawn[: len(rows)], NO_ROWS, None)
             else:  # what a graph drew is drawn again, from what the requests make of the logits
@@ -268,13 +274,14 @@ def _to_numpy(lp: DeviceLogprobs) -> Logprobs:
     return Logprobs(lp.chosen.cpu().numpy(), lp.top_ids.cpu().numpy(), lp.top_values.cpu().numpy())
 
 
-def _spread(lp: DeviceLogprobs, at: np.ndarray, num_rows: int) -> Logprobs:
+def _spread(values: np.ndarray, at: np.ndarray, num_rows: int, others: int) -> np.ndarray:
     """Put the entries of some rows at their places among all rows."""
+    out = np.full((num_rows, *values.shape[1:]), others, values.dtype)
+    out[at] = values
+    return out
+
+
+def _spread_logprobs(lp: DeviceLogprobs, at: np.ndarray, num_rows: int) -> Logprobs:
     some = _to_numpy(lp)
-
-    def place(values: np.ndarray) -> np.ndarray:
-        out = np.zeros((num_rows, *values.shape[1:]), values.dtype)
-        out[at] = values
-        return out
-
-    return Logprobs(place(some.chosen), place(some.top_ids), place(some.top_values))
+    parts = (some.chosen, some.top_ids, some.top_values)
+    return Logprobs(*(_spread(part, at, num_rows, 0) for part in parts))

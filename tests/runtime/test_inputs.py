@@ -7,6 +7,7 @@ import torch
 from stoker.backends import registry
 from stoker.engine.core.plan import FROM_DEVICE, StepPlan
 from stoker.engine.runtime import inputs as staging
+from stoker.engine.runtime.graphs import chunk_plan
 from stoker.engine.runtime.inputs import GraphShape, Inputs, tile_shared_groups
 from stoker.engine.runtime.sampler import SlotTable
 
@@ -33,11 +34,15 @@ def make_plan(rows, updates=(), score=None):
     )
 
 
-@pytest.fixture
-def inputs():
+def new_inputs():
     return Inputs(
         registry.select("cpu").runtime, num_slots=5, max_pages=8, page_size=PAGE, max_step_tokens=64
     )
+
+
+@pytest.fixture
+def inputs():
+    return new_inputs()
 
 
 def test_positions_and_slots(inputs):
@@ -164,3 +169,37 @@ def test_padding_between_decode_rows_and_chunks(inputs):
     assert meta.kv_lens_cpu.tolist() == meta.kv_lens.tolist()
     assert meta.qo_indptr_cpu.tolist() == meta.qo_indptr.tolist()
     assert step.sample_slots.tolist() == [2, 1, 3, 0, 0, 0]
+
+
+def test_what_stays_from_step_to_step_is_what_would_be_written(inputs):
+    """Steps of the same slots, of other shapes, with chunks between: each as if staged alone."""
+    table = SlotTable(5, 100)
+    table.seeds[:], table.top_k[:], table.temperature[:] = range(5), range(10, 15), 0.5
+    rng = np.random.default_rng(2)
+    few, others, all_four = (np.array(x, np.int32) for x in ([2, 4], [1, 3], [3, 1, 2, 4]))
+    two, four, shared = GraphShape(2), GraphShape(4), GraphShape(4, is_shared=True)
+    chunk = GraphShape(0, 2, 8)
+    inputs.reserve([four, shared, chunk], chunk_plan(1, inputs))
+    steps = [(few, two), (few, two), (others, two), (few, two), (few, four), (all_four, four)]
+    steps += [(few, two), (few, four)]  # the padding is of the shape
+    steps += [(few, four), (few, four), (None, chunk), (few, four), (few, shared), (few, four)]
+    for i, (slots, shape) in enumerate(steps * 2):
+        inputs._turn = i % 2 if i < len(steps) else 0  # both buffers, then one alone
+        if slots is None:
+            plan = make_plan([(1, 2, [5, 6, 7]), (3, 0, [8, 9])])
+        else:
+            contexts = rng.integers(1, 20, len(slots)).tolist()
+            rows = [(s, c, [FROM_DEVICE]) for s, c in zip(slots, contexts, strict=True)]
+            plan = make_plan(rows, [(int(slots[0]), 1, int(rng.integers(1, 9)))])
+            plan.slots = slots
+        sample_rows = inputs.restage(plan, table, shape)
+        assert sample_rows.tolist() == [0, 1, 2, 3][: plan.num_rows]
+        alone = new_inputs()
+        alone.reserve([four, shared, chunk], plan)
+        for mine, theirs in zip(alone.block_tables, inputs.block_tables, strict=True):
+            mine.copy_(theirs)
+        alone.restage(plan, table, shape)
+        got = inputs._captured[shape].arrays[inputs._turn]
+        want = alone._captured[shape].arrays[0]
+        for name in want:
+            assert got[name].tolist() == want[name].tolist(), (shape, name)
