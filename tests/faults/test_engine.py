@@ -123,11 +123,10 @@ class Broken:
     """A detokenizer that fails after some tokens."""
 
     stopped = None
+    num_tokens = 0
 
     def __init__(self):
         self.calls = 0
-
-    num_tokens = 0
 
     def feed(self, token_ids):
         self.calls += 1
