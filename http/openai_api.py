@@ -8,7 +8,7 @@ Runs on: loop.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..engine.api.errors import RequestError
 from ..engine.api.messages import TokenLogprob
-from ..engine.text.reader import CallStart
+from ..engine.text.reader import CallStart, Content, Reasoning
 from . import answers
 from .errors import invalid
 from .logprobs import LegacyLogprobs, chat_logprobs, prompt_logprobs
@@ -68,9 +68,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         if body.stream:
             envelope["object"] = "chat.completion.chunk"
             makers = [_chat_chunks(server, body, stream)]
-            is_plain = answer is None
             return await _stream(
-                server, request, work, body, envelope, PLAIN_CHAT, makers, params.n, is_plain
+                server, request, work, body, envelope, PLAIN_CHAT, makers, params.n
             )
         [choices] = await server.collect(work)
         reply = {**envelope, "object": "chat.completion"}
@@ -320,8 +319,14 @@ def _completion_choice(
 # --- streams ---
 
 
-PLAIN_CHAT = b'{"index":INDEX,"delta":{"content":TEXT},"logprobs":null,"finish_reason":null}'
-PLAIN_TEXT = b'{"index":INDEX,"text":TEXT,"logprobs":null,"finish_reason":null}'
+_DELTA = b'{"index":INDEX,"delta":{%b},"logprobs":null,"finish_reason":null}'
+PLAIN_CHAT: Mapping[type, bytes] = {
+    Content: _DELTA % b'"content":TEXT',
+    Reasoning: _DELTA % b'"reasoning_content":TEXT,"reasoning":TEXT',
+}
+PLAIN_TEXT: Mapping[type, bytes] = {
+    Content: b'{"index":INDEX,"text":TEXT,"logprobs":null,"finish_reason":null}'
+}
 
 
 def _chat_chunks(
@@ -397,10 +402,9 @@ async def _stream(
     work: Work,
     body: ChatRequest | CompletionRequest,
     envelope: dict[str, Any],
-    plain: bytes,
+    plain: Mapping[type, bytes],
     makers: Sequence[Callable[["Output", int, bool], list[dict[str, Any]]]],
     n: int,
-    is_plain: bool = True,
 ) -> web.StreamResponse:
     """All prompts of a request as one event stream."""
     options = body.stream_options or StreamOptions()
@@ -417,7 +421,7 @@ async def _stream(
 
     each = so_far if options.include_usage and options.continuous_usage_stats else None
     has_logprobs = body.logprobs is not None and body.logprobs is not False
-    is_plain = is_plain and not has_logprobs and not body.return_token_ids
+    is_plain = not has_logprobs and not body.return_token_ids
     for i, maker in enumerate(makers):
         encoders.append(
             ChunkEncoder(envelope, i * n, n, plain, maker, is_plain=is_plain, usage=each)

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -24,6 +24,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 
 from ..engine.api.errors import EngineError, Overloaded, StokerError
+from ..engine.text.reader import Content
 from .errors import note_failure, stoker_object
 from .metrics import Meter
 from .serving import Server, Work, check_end, run_all
@@ -59,15 +60,16 @@ class ChunkEncoder:
         envelope: the fields that all chunks share; `choices` comes after them.
         first_index: the index of the prompt's choice 0.
         n: how many choices the prompt has.
-        plain: the JSON of a choice that has only text, with INDEX and TEXT to fill in.
+        plain: the JSON of a choice that has nothing but one delta of this kind, with INDEX and
+            TEXT to fill in; Content's also for text where there are no deltas.
         choices: the choices of any other output, a chunk each: (output, index, is_first).
-        is_plain: whether outputs inside a choice have only text.
+        is_plain: whether outputs inside a choice have only text or deltas.
         usage: where every chunk carries the usage so far, this gives it.
     """
 
     __slots__ = (
-        *("after", "before", "begun", "choices", "first_index", "head", "is_plain", "plain"),
-        *("num_cached", "num_output", "num_reasoning", "usage"),
+        *("choices", "first_index", "has_begun", "head", "is_plain", "num_cached", "num_output"),
+        *("num_reasoning", "parts", "plain", "usage"),
     )
 
     def __init__(
@@ -75,7 +77,7 @@ class ChunkEncoder:
         envelope: dict[str, Any],
         first_index: int,
         n: int,
-        plain: bytes,
+        plain: Mapping[type, bytes],
         choices: Callable[["Output", int, bool], list[dict[str, Any]]],
         *,
         is_plain: bool,
@@ -83,14 +85,13 @@ class ChunkEncoder:
     ):
         self.head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":['
         self.first_index = first_index
-        self.plain, after = plain.split(b"TEXT")
-        self.after = after + b"]}\n\n"
-        # By choice what comes before its text, once it has begun and where it is plain.
-        self.before: list[bytes] = [b""] * n
+        self.plain = plain
+        # By choice, once it has begun and where it is plain: what is around a delta's text.
+        self.parts: list[dict[type, list[bytes]]] = [{}] * n
         self.choices = choices
         self.is_plain = is_plain and usage is None
         self.usage = usage
-        self.begun: set[int] = set()
+        self.has_begun = [False] * n
         self.num_output = [0] * n
         self.num_reasoning = [0] * n
         self.num_cached = 0
@@ -98,17 +99,19 @@ class ChunkEncoder:
     def __call__(self, output: "Output") -> bytes:
         """The events of one output; none where it brings nothing to show."""
         i = output.choice
-        before = self.before[i]
-        if before and not output.finish_reason:
-            if not output.text:
-                return b""
-            return before + orjson.dumps(output.text) + self.after
+        parts = self.parts[i]
+        if parts and not output.finish_reason:
+            deltas = output.deltas
+            if not deltas:
+                return orjson.dumps(output.text).join(parts[Content]) if output.text else b""
+            if len(deltas) == 1 and (around := parts.get(type(deltas[0]))):
+                return orjson.dumps(deltas[0].text).join(around)  # type: ignore[union-attr]
         index = self.first_index + i
-        is_first = i not in self.begun
+        is_first = not self.has_begun[i]
         if is_first:
-            self.begun.add(i)
+            self.has_begun[i] = True
             if self.is_plain:
-                self.before[i] = self.head + self.plain.replace(b"INDEX", b"%d" % index)
+                self.parts[i] = {kind: self._parts(t, index) for kind, t in self.plain.items()}
             if i == 0:
                 self.num_cached = output.num_cached
         self.num_output[i] = output.num_output
@@ -118,6 +121,11 @@ class ChunkEncoder:
             self.head + orjson.dumps(choice) + b"]" + usage + b"}\n\n"
             for choice in self.choices(output, index, is_first)
         )
+
+    def _parts(self, plain: bytes, index: int) -> list[bytes]:
+        before, *others = plain.split(b"TEXT")
+        before = self.head + before.replace(b"INDEX", b"%d" % index)
+        return [before, *others[:-1], others[-1] + b"]}\n\n"]
 
 
 class EventStream:
