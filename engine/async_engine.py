@@ -344,7 +344,7 @@ class AsyncEngine:
         Raises:
             StartError: one line that says what is wrong.
         """
-        engine = cls(config or EngineConfig(**options))
+        engine = cls(config or EngineConfig.of(**options))
         file = engine.config.warm_prefixes
         try:
             prefixes = read_prefixes(Path(file)) if file is not None else []

@@ -49,6 +49,17 @@ class RemoteModel:
         )
 
     async def __aenter__(self) -> Self:
+        """Raises StartError where no server answers, or it does not take the key."""
+        url, wrong = self.url.removesuffix("/chat/completions") + "/models", ""
+        try:
+            async with self.session.get(url) as response:
+                if response.status != 200:
+                    wrong = _message(await response.read())
+        except aiohttp.ClientError as error:
+            wrong = str(error)
+        if wrong:
+            await self.session.close()
+            raise StartError(f"{url}: {wrong}")
         return self
 
     async def __aexit__(self, *_: object) -> None:

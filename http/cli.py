@@ -413,7 +413,8 @@ def _announce(engine: "AsyncEngine", config: ServerConfig, sock: socket.socket) 
         route, question = "completions", '"prompt": "Hello"'
     key = "" if is_open else " -H 'Authorization: Bearer KEY'"
     where = f" on {config.uds}" if config.uds is not None else ""
-    print(f"Serving {engine.model_name} at {url}/v1{where}")
+    name = next(iter(config.served_model_name), engine.model_name)
+    print(f"Serving {name} at {url}/v1{where}")
     print(
         f"  {curl} {url}/v1/{route}{key} -H 'Content-Type: application/json' "
         f'-d \'{{{question}, "max_tokens": 100, "temperature": 0}}\'',

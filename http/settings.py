@@ -187,15 +187,20 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"]))
-        hint = ""
+        field = str(first["loc"][0]) if first["loc"] else ""
+        hint = where = ""
         if str(first["input"]).startswith("tcp://"):
             hint = f" (Kubernetes sets {ENV_PREFIX}{name.upper()}: use enableServiceLinks: false)"
-        is_from_file = first["loc"] and first["loc"][0] in values.keys() - over.keys()
-        where = f"--config {file}: " if is_from_file else ""
+        if field in flags:
+            name = name if field == "model" else f"--{name.replace('_', '-')}"
+        elif field in over:
+            name = f"{ENV_PREFIX}{name.upper()}"
+        elif field:
+            where = f"--config {file}: "
         text = first["msg"].removeprefix("Value error, ")
-        if name:  # else it is about several settings, which it names
+        if field:  # else it is about several settings, which it names
             text = f"{name}: {text}"
-            if not name.startswith(SECRETS):
+            if not field.startswith(SECRETS):
                 text += f", got {first['input']!r}"
         raise StartError(f"{where}{text}{hint}") from None
 

@@ -141,7 +141,8 @@ def check_backend(
     backend = registry.select(name)
     runtime = backend.runtime
     known = _providers(runtime.name)
-    for asked, there in ((set(ops), {c.ops[0] for c in checks()}), (set(providers), set(known))):
+    called = {op for check in _checks().values() for op in check.ops}
+    for asked, there in ((set(ops), called), (set(providers), set(known))):
         if unknown := asked - there:
             raise BackendError(
                 f"no {min(unknown)} is checked, there are {', '.join(sorted(there))}"
@@ -159,9 +160,9 @@ def check_backend(
     for name, provider in known.items():
         if name not in skipped and name in (providers or known):
             target = Target(runtime, provider)
-            for op, of_op in _by_op(target, ops, case).items():
-                called = tuple(dict.fromkeys(name for check in of_op for name in check.ops))
-                todo.append((target, of_op, Result(op, called, name, chosen.get(op) == name)))
+            for op, of_op in _by_op(target, set(ops), case).items():
+                all_ops = tuple(dict.fromkeys(name for check in of_op for name in check.ops))
+                todo.append((target, of_op, Result(op, all_ops, name, chosen.get(op) == name)))
     if jobs is None:
         jobs = 0 if runtime.name == "cpu" else min(MOST_JOBS, os.cpu_count() or 1)
     if not jobs:
@@ -197,10 +198,10 @@ def _checks() -> dict[str, Check]:
     return {str(check): check for check in checks()}
 
 
-def _by_op(target: Target, ops: Iterable[str], case: str) -> dict[str, list[Check]]:
+def _by_op(target: Target, ops: set[str], case: str) -> dict[str, list[Check]]:
     found: dict[str, list[Check]] = {}
     for name, check in _checks().items():
-        asked = (not ops or check.ops[0] in ops) and case in name
+        asked = (not ops or not ops.isdisjoint(check.ops)) and case in name
         if asked and check.missing(target) is None:
             found.setdefault(check.ops[0], []).append(check)
     return found

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..gguf_blocks import BLOCK_TYPES
 
+VENDORS = {"cuda": "nvidia", "rocm": "amd", "xpu": "intel"}  # of Triton's backends
+
 if importlib.util.find_spec("triton") is not None:
     import triton
 
@@ -60,9 +62,12 @@ class TritonOps:
     gguf_types = frozenset(BLOCK_TYPES)  # regrouped when they are packed
 
     def probe(self, runtime: DeviceRuntime) -> str | None:
-        """Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1)."""
+        """Triton needs a GPU that it has a backend for, or its interpreter (TRITON_INTERPRET=1)."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
+        vendor = VENDORS.get(runtime.name)
+        if vendor is not None and importlib.util.find_spec(f"triton.backends.{vendor}") is None:
+            return f"this triton has no {vendor} backend: it is not the one that came with torch"
         if runtime.device.type == "cpu" and not triton.knobs.runtime.interpret:
             return "triton has no CPU target"
         return None

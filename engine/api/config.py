@@ -3,9 +3,18 @@
 Runs on: any (pure).
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from .errors import StartError
 
 
 def option(default, help: str, group: str, **limits):  # noqa: A002 (help is argparse's word)
@@ -17,6 +26,14 @@ class EngineConfig(BaseModel):
     """How to run one model. Frozen: what is measured at start lives elsewhere."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """From keyword arguments. Raises StartError: one line, of the first that is wrong."""
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            raise StartError(explain(error)) from None
 
     model: str = option(
         "smollm2-135m",
@@ -256,6 +273,15 @@ class EngineConfig(BaseModel):
                 "--disable-radix-cache turns off"
             )
         return self
+
+
+def explain(error: ValidationError) -> str:
+    """What is wrong first, in one line: the setting, the rule, and the value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, text = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting {name!r}"
+    return f"{name}: {text}, got {first['input']!r}" if name else text  # it names what it is about
 
 
 CACHE_AWARE = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")

@@ -4,7 +4,9 @@ Runs on: any (pure).
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+from .errors import RequestError
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
@@ -41,6 +43,15 @@ class GrammarSpec:
     source: str
     reasoning: Reasoning | None = None
     param: str = field(default="response_format", compare=False)
+
+    def __post_init__(self) -> None:
+        """Raise RequestError for what is no grammar."""
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise RequestError(f"no grammar of kind {self.kind!r}, want {kinds}", param=self.param)
+        if not isinstance(self.source, str):
+            kind = type(self.source).__name__
+            raise RequestError(f"a grammar's source must be text, got a {kind}", param=self.param)
 
 
 JSON_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')

@@ -21,6 +21,7 @@ from targets import Target
 
 import stoker.backends
 from stoker.backends import registry, xpu
+from stoker.backends import triton as triton_ops
 from stoker.backends.api import AttentionSpec, BackendError, LayerCache
 from stoker.backends.contract.cases import AttentionCase, build_attention
 from stoker.backends.contract.checks import checks
@@ -137,6 +138,16 @@ def test_triton_s_target(monkeypatch):
     monkeypatch.setattr(arch.triton.runtime, "driver", driver)
     monkeypatch.setattr(arch.triton.knobs.runtime, "interpret", False)
     assert arch.current_arch.__wrapped__() == ("xpu", 131_072, 160)
+
+
+def test_a_triton_of_another_vendor_is_told(monkeypatch):
+    """PyPI's has no backend for Intel GPUs, which it says before a kernel fails."""
+    monkeypatch.setattr(
+        triton_ops.importlib.util, "find_spec", lambda n: None if "intel" in n else n
+    )
+    runtime = SimpleNamespace(name="xpu", device=torch.device("meta"))
+    assert "no intel backend" in triton_ops.TritonOps().probe(runtime)
+    assert triton_ops.TritonOps().probe(SimpleNamespace(name="rocm", device=runtime.device)) is None
 
 
 # ---- plain torch, on the CPU

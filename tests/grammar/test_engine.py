@@ -26,6 +26,13 @@ SCHEMA = {
 JSON = GrammarSpec("json_schema", json.dumps(SCHEMA))
 
 
+def test_what_is_no_grammar_says_so():
+    with pytest.raises(RequestError, match="no grammar of kind 'json', want json_schema, regex"):
+        GrammarSpec("json", "{}")
+    with pytest.raises(RequestError, match="source must be text, got a dict"):
+        GrammarSpec("json_schema", {"type": "object"})
+
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 32,

@@ -77,11 +77,11 @@ def test_repeated_flags_and_lists(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--port", "x"], "port: Input should be a valid integer"),
-        (["--port", "70000"], "port"),
+        (["--port", "x"], "--port: Input should be a valid integer"),
+        (["--port", "70000"], "--port"),
         (["--config", "none.toml"], "no such file"),
         (["--config", "c.ini"], "want a .yaml or .toml"),
-        (["--client-weights", "a=2,b"], "client_weights: want NAME=WEIGHT"),
+        (["--client-weights", "a=2,b"], "--client-weights: want NAME=WEIGHT"),
         (["--client-weights", "a=-1"], "got 'a=-1'"),
         (
             ["--schedule-policy", "lpm", "--disable-radix-cache"],
@@ -103,8 +103,12 @@ def test_wrong_files(tmp_path, monkeypatch):
     file.write_text('port = "x"\n')
     with pytest.raises(StartError, match=r"c\.toml: port: Input should be a valid integer"):
         config_of("--config", str(file))
-    with pytest.raises(StartError, match=r"^port: Input should be a valid integer"):
+    with pytest.raises(StartError, match=r"^--port: Input should be a valid integer"):
         config_of("--config", str(file), "--port", "y")
+    monkeypatch.setenv("STOKER_PORT", "z")
+    with pytest.raises(StartError, match=r"^STOKER_PORT: Input should be a valid integer"):
+        config_of("m")
+    monkeypatch.delenv("STOKER_PORT")
     yaml = tmp_path / "c.yaml"
     for text, words in {
         "- port": "want settings by name, got a list",

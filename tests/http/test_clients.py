@@ -214,12 +214,18 @@ async def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys):
 
 async def test_chat_shows_errors(monkeypatch, capsys):
     async with Served(api_key=("k",)) as s:
-        async with chat.RemoteModel(s.url, "wrong", {}) as model:
-            typed(monkeypatch, ["hi"])
-            await chat.converse(model)
-            assert "error: give a valid API key" in capsys.readouterr().out
-            with pytest.raises(RequestError):
-                [piece async for piece in model.reply(user("x"))]
-    async with chat.RemoteModel(s.url, "k", {}) as model:
-        with pytest.raises(EngineError):
+        with pytest.raises(StartError, match="models: give a valid API key"):
+            async with chat.RemoteModel(s.url, "wrong", {}):
+                pass
+        model = await chat.RemoteModel(s.url, "k", {"temperature": 9}).__aenter__()
+        typed(monkeypatch, ["hi"])
+        await chat.converse(model)
+        assert "error: temperature" in capsys.readouterr().out
+        with pytest.raises(RequestError):
             [piece async for piece in model.reply(user("x"))]
+    with pytest.raises(EngineError):
+        [piece async for piece in model.reply(user("x"))]
+    await model.session.close()
+    with pytest.raises(StartError, match="Cannot connect"):
+        async with chat.RemoteModel(s.url, "k", {}):
+            pass

@@ -343,3 +343,16 @@ def test_no_thread_is_left(tiny_model):
 def test_a_start_that_cannot_work_says_why(tiny_model, options, words):
     with pytest.raises(StartError, match=words):
         Engine(config_of(options.pop("model", tiny_model), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"modell": "x"}, "^there is no setting 'modell'$"),
+        ({"max_running_requests": 0}, "^max_running_requests: Input should be .*, got 0$"),
+        ({"schedule_policy": "lpm", "disable_radix_cache": True}, "^--schedule-policy lpm orders"),
+    ],
+)
+def test_wrong_options_are_one_line(options, words):
+    with pytest.raises(StartError, match=words):
+        Engine(**options)
