@@ -153,7 +153,8 @@ def test_our_kernels_get_native_weights_on_gfx942_alone(monkeypatch):
     weight = QuantizedWeight("fp8", torch.zeros(8, 8).to(FN), (8, 8), torch.ones(1, 1))
     for arch in ("gfx942", "gfx950", "gfx90a"):
         ops = rocm.RocmTritonOps()
-        ops.probe(SimpleNamespace(facts=rocm.facts(arch), device=torch.device("cuda")))
+        runtime = SimpleNamespace(name="rocm", facts=rocm.facts(arch), device=torch.device("cuda"))
+        ops.probe(runtime)
         ops.pack_quantized(weight, None)
     assert [w.codes.dtype for w in seen] == [FNUZ, FN, FN]
 
