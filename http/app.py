@@ -19,7 +19,7 @@ from aiohttp import web
 from ..engine.api.errors import EngineError, StokerError
 from .access import Access, Handler, allowed_origin, preflight
 from .cli import EXIT_ENGINE_DEAD
-from .connection import PRODUCT, is_gone, make_runner, tls
+from .connection import OUTERMOST, PRODUCT, is_gone, make_runner, tls
 from .errors import error_response, note_failure, stoker_response
 from .logs import REQUEST_ID
 from .openapi import ROUTES
@@ -40,10 +40,11 @@ def make_app(engine: "AsyncEngine", config: ServerConfig) -> web.Application:
     server = Server(engine, config)
     app = web.Application(
         client_max_size=config.max_body_bytes,
-        middlewares=[_errors_as_json, preflight, Access(config, TABLE)],
+        middlewares=[preflight, Access(config, TABLE)],
     )
     app[SERVER] = server
     app[ROUTES] = TABLE
+    app[OUTERMOST] = _errors_as_json
     for route in TABLE:
         if route.method == "GET":
             app.router.add_get(route.path, route.handler)  # and HEAD
@@ -78,10 +79,10 @@ async def serve(
 
     def on_signal() -> None:
         if server.is_draining:
-            log.warning("second signal: aborting %d requests", len(server.works))
+            log.warning("second signal: aborting %s", _requests(len(server.works)))
             server.end_all()
         else:
-            log.info("draining %d requests, up to %g s", len(server.works), config.drain_timeout)
+            log.info("draining %s, up to %g s", _requests(len(server.works)), config.drain_timeout)
             server.is_draining = True
             stop.set()
 
@@ -110,10 +111,13 @@ async def serve(
     return EXIT_ENGINE_DEAD if server.fatal else 0
 
 
-# --- middleware, outermost first ---
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
-@web.middleware
+# --- around every request ---
+
+
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Name the request and note its arrival; what is raised becomes OpenAI's error object."""
     given = request.headers.get("X-Request-Id", "")
@@ -152,6 +156,7 @@ def _explain(request: web.Request, error: web.HTTPException) -> web.Response:
         404: f"there is no route {request.method} {request.path[:256]}",
         405: f"{request.path[:256]} does not take {request.method[:32]}",
         413: f"the body is larger than {request.app[SERVER].config.max_body_bytes} bytes",
+        417: "Expect: want 100-continue, or nothing",
     }
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     return error_response(messages.get(error.status, error.reason), error.status, headers=headers)

@@ -13,6 +13,8 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ MAX_HEADERS, MAX_HEADER_BYTES = 128, 8190
 PRODUCT = "stoker"  # the Server header; no version: it would tell which holes to try
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_S = 0.1
+
+# A middleware around all that aiohttp does with a request: it judges Expect before the others run.
+OUTERMOST: web.AppKey[Callable[..., Awaitable[web.StreamResponse]]] = web.AppKey("outermost")
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -141,7 +146,7 @@ class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(
-            made.request_handler,
+            partial(self.app[OUTERMOST], handler=made.request_handler),
             request_factory=made.request_factory,
             **self._kwargs,
         )

@@ -84,6 +84,22 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_sent():
         assert json.loads(raw.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
 
 
+@pytest.mark.parametrize("path", [TEXT, "/health", "/no/such"])
+async def test_an_expectation_that_nobody_knows(path, caplog):
+    caplog.set_level("INFO", logger="stoker.access")
+    async with Served(access_log=True) as s:
+        asked = post(path, text(), "1.1", "Expect: foo", "X-Request-Id: r1", "Connection: close")
+        head, body = await exchange(s, asked)
+        assert head.startswith(b"HTTP/1.1 417 ")
+        assert b"\r\nServer: stoker" in head and b"\r\nX-Request-Id: r1" in head
+        error = json.loads(body)["error"]
+        assert "100-continue" in error["message"] and error["type"] == "invalid_request_error"
+        assert f"r1 POST {path} 417" in caplog.text
+        asked = post(TEXT, text(), "1.1", "Expect: 100-continue", "Connection: close")
+        head, _ = await exchange(s, asked)
+        assert b" 200 " in head[:15]
+
+
 # --- half-closed clients ---
 
 
