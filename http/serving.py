@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from ..engine.api.errors import Overloaded, RequestError, StokerError
 from ..engine.api.messages import TokenLogprob
@@ -68,6 +68,7 @@ class Work:
 
     Attributes:
         ids: the names under which it can be aborted.
+        content: its body, as it comes.
         params: of all its prompts, once they are submitted.
         ended_by: why the server, not the client, ended it.
     """
@@ -75,6 +76,7 @@ class Work:
     caller: Caller
     ids: set[str]
     task: asyncio.Task[Any]
+    content: StreamReader
     streams: list["Stream"] = field(default_factory=list)
     meters: list[Meter] = field(default_factory=list)
     params: SamplingParams | None = None
@@ -217,7 +219,7 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         caller = request[CALLER]
-        work = Work(caller, {caller.id}, task)
+        work = Work(caller, {caller.id}, task, request.content)
         self.works.add(work)
         self.idle.clear()
         timer: asyncio.TimerHandle | None = None
@@ -363,14 +365,20 @@ class Server:
             work.end(RequestError("the request was aborted", code="aborted", status=409))
         return len(found)
 
-    def end_all(self) -> None:
-        """End every work because the server goes down."""
+    def end_all(self, *, only_unsent: bool = False) -> None:
+        """End every work, or those whose clients still send, because the server goes down."""
         for work in self.works:
-            work.end(Overloaded("the server is shutting down", retry_after_s=5, reason="draining"))
+            if not (only_unsent and work.content.is_eof()):
+                work.end(
+                    Overloaded("the server is shutting down", retry_after_s=5, reason="draining")
+                )
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for the running works; those that take too long are ended. Followers go at once."""
+        """Wait for the running works; those that take too long are ended. Followers go at once, as
+        do requests that have not all arrived.
+        """
         self.engine.cache_feed.close()
+        self.end_all(only_unsent=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), timeout_s)
         self.end_all()

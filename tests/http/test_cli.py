@@ -131,13 +131,13 @@ def test_wrong_files(tmp_path, monkeypatch):
     with pytest.raises(StartError, match="holds no key"):
         ServerConfig(api_key_file=keys).keys()
     for flags in (["--api-key", ""], ["--api-key", "hidden", "--api-key", " "]):
-        with pytest.raises(StartError, match=r"^api_key: a key is empty$"):
+        with pytest.raises(StartError, match=r"^--api-key: a key is empty$"):
             config_of("m", *flags)
-    with pytest.raises(StartError, match=r"^admin_key: a key is empty$"):
+    with pytest.raises(StartError, match=r"^--admin-key: a key is empty$"):
         config_of("m", "--admin-key", "")
     for value in ("", "hidden,"):
         monkeypatch.setenv("STOKER_API_KEY", value)
-        with pytest.raises(StartError, match=r"^api_key: a key is empty$"):
+        with pytest.raises(StartError, match=r"^STOKER_API_KEY: a key is empty$"):
             config_of("m")
     monkeypatch.delenv("STOKER_API_KEY")
     monkeypatch.setenv("STOKER_PORT", "tcp://10.0.0.1:80")
@@ -322,6 +322,21 @@ def test_serve_drains_on_sigterm():
         assert rest.endswith(b"data: [DONE]\n\n")
         assert rest.count(b"data: {") > 200  # outputs that end inside a character have none
         assert p.process.wait(10) == 0
+        assert "draining 1 request, up to 10 s" in p.process.stderr.read()
+
+
+def test_half_a_body_does_not_hold_the_drain():
+    with Process("--drain-timeout", "20", FAKE_STEP_S="0.005") as p:
+        host, port = p.url.removeprefix("http://").split(":")
+        stream = p.post("/v1/completions", LONG)
+        stream.readline()
+        with socket.create_connection((host, int(port)), timeout=10) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            time.sleep(0.2)
+            p.process.send_signal(signal.SIGTERM)
+            assert half.recv(100).startswith(b"HTTP/1.1 503 ")
+            assert stream.read().endswith(b"data: [DONE]\n\n")  # what has arrived goes on
+            assert p.process.wait(10) == 0
 
 
 def test_cache_events_end_well_when_the_server_drains():
