@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib.metadata
 import os
+import re
 import tomllib
 import types
 import typing
@@ -33,6 +34,8 @@ from ..engine.text.formats import REASONING_PARSERS, TOOL_PARSERS
 
 ENV_PREFIX = "STOKER_"
 SECRETS = ("api_key", "admin_key")
+HTTP_URL = re.compile(r"https?://[^\s/?#]")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\sA-Z\[\]/?#@:,*]+)(:\d{1,5})?")
 NO_FIELDS = ("STOKER_CACHE", "STOKER_XPU_GRAPHS")  # variables that are read where they are needed
 
 Texts = Annotated[tuple[str, ...], NoDecode]  # a repeated flag; a,b,c in the environment
@@ -125,6 +128,21 @@ class ServerConfig(EngineConfig, BaseSettings):
     def _split(cls, value: Any) -> Any:
         return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
 
+    @field_validator("cors_origin")
+    @classmethod
+    def _are_origins(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if not ORIGIN.fullmatch(value):
+                raise ValueError("want * or an origin as browsers send it, scheme://host[:port]")
+        return values
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        if value is not None and not HTTP_URL.match(value):
+            raise ValueError("want http:// or https:// and a host")
+        return value
+
     @field_validator("api_key", mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
@@ -160,8 +178,12 @@ class ServerConfig(EngineConfig, BaseSettings):
             keys += tuple(filter(None, map(str.strip, lines)))
             if keys == self.api_key:
                 raise StartError(f"--api-key-file {self.api_key_file} holds no key")
-        if self.rate_limit and not keys:
-            raise StartError("--rate-limit counts by API key: it needs --api-key")
+        for flag, value, what in (
+            ("--rate-limit", self.rate_limit, "counts"),
+            ("--isolate-cache-per-key", self.isolate_cache_per_key, "separates"),
+        ):
+            if value and not keys:
+                raise StartError(f"{flag} {what} by API key: it needs --api-key")
         return keys
 
     def public(self) -> dict[str, Any]:

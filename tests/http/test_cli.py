@@ -83,6 +83,16 @@ def test_repeated_flags_and_lists(monkeypatch):
         (["--config", "c.ini"], "want a .yaml or .toml"),
         (["--client-weights", "a=2,b"], "--client-weights: want NAME=WEIGHT"),
         (["--client-weights", "a=-1"], "got 'a=-1'"),
+        (["--isolate-cache-per-key"], "separates by API key: it needs --api-key"),
+        (["--rate-limit", "3"], "counts by API key: it needs --api-key"),
+        *(
+            (["--otlp-traces-endpoint", url], "--otlp-traces-endpoint: want http:// or https://")
+            for url in ("nonsense", "", "collector:4318", "grpc://collector:4317", "http:///v1")
+        ),
+        *(
+            (["--cors-origin", "https://a.example", "--cors-origin", origin], "--cors-origin: want")
+            for origin in ("nonsense", "a.example", "https://", "https://a.example/", "https://*")
+        ),
         (
             ["--schedule-policy", "lpm", "--disable-radix-cache"],
             "stoker: --schedule-policy lpm orders by the prefix cache",
@@ -93,6 +103,13 @@ def test_wrong_settings_are_one_line(flags, words, capsys):
     assert cli.main(["serve", *flags]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_good_urls():
+    origins = ("*", "https://a.example", "http://localhost:3000", "http://[::1]:8", "app://x")
+    assert ServerConfig(cors_origin=origins).cors_origin == origins
+    for url in ("http://127.0.0.1:4318", "https://collector/otlp"):
+        assert ServerConfig(otlp_traces_endpoint=url).otlp_traces_endpoint == url
 
 
 def test_wrong_files(tmp_path, monkeypatch):
