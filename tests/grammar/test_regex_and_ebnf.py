@@ -1,13 +1,17 @@
 """Regular expressions, grammars, choices and structural tags, sampled and checked."""
 
+import itertools
 import json
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stoker.engine.api.errors import RequestError
 from stoker.engine.api.grammar import GrammarSpec
 from stoker.engine.runtime.grammar import regex
+from stoker.engine.runtime.grammar.api import GrammarError
 
 NUM_SAMPLES = 20
 
@@ -39,6 +43,10 @@ REFUSED_REGEXES = {
     "surrogate": r"\ud800",
     "huge repeat": r"(a{1000}){1000}",
     "deep nesting": "(" * 60 + "a" + ")" * 60,
+    "a class of nothing": r"a[^\s\S]",
+    "a repeated class of nothing": r"[^\s\S]+b",
+    "two classes of nothing": r"(x[^\w\W]|[^\d\D]{2,})y",
+    "a lone surrogate": "a[\ud800]",
 }
 GRAMMARS = {
     "greeting": (
@@ -256,6 +264,54 @@ def test_a_set_is_written_one_bracket_for_each_length_in_utf8():
         r"(?:[\u{0}-\u{60}b-\u{7f}]|[\u{80}-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|"
         r"[\u{10000}-\u{10ffff}])"
     )
+
+
+NOTHING = st.sampled_from([r"[^\s\S]", r"[^\d\D]", r"[^\0-\U0010ffff]"])
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["a", "b", "[ab]", "[^a]", r"\s", r"[^\S\d]", "", "."]) | NOTHING,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{0}", "{2}", "{0,2}", "{1,}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+    ),
+    max_leaves=8,
+)
+TEXTS = ["".join(chars) for n in range(5) for chars in itertools.product("ab ", repeat=n)]
+
+
+@given(EXPRESSIONS)
+@settings(max_examples=300, deadline=None)
+def test_classes_of_nothing_match_what_pythons_do(source):
+    expected = [text for text in TEXTS if re.fullmatch(source, text)]
+    try:
+        node = regex.parse(source.replace(r"\U0010ffff", r"\u{10ffff}"))
+    except GrammarError as error:
+        assert "no text matches" in str(error)
+        assert expected == []
+        return
+    written = re.sub(r"\\u\{(\w+)\}", lambda m: rf"\U{int(m[1], 16):08x}", regex.write(node))
+    assert [text for text in TEXTS if re.fullmatch(written, text)] == expected
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+def test_what_is_left_beside_a_class_of_nothing(library, compiled, random_model):
+    for kind, source, outputs in (
+        ("regex", r"a[^\s\S]*b", {"ab"}),
+        ("regex", r"(x|[^\s\S]|y[^\s\S])", {"x"}),
+        ("json_schema", '{"type": "string", "pattern": "^(a[^\\\\s\\\\S]|b)$"}', {'"b"'}),
+    ):
+        assert set(_samples(compiled(kind, source, library), random_model)) == outputs
+
+
+def test_a_pattern_that_nothing_matches_is_refused_with_its_pointer(compiled):
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": r"^a[^\s\S]b$"}}}
+    with pytest.raises(RequestError, match=r"/properties/x/pattern: no text matches"):
+        compiled("json_schema", json.dumps(schema))
+    tag = {"format": {"type": "regex", "pattern": r"a[^\s\S]"}}
+    with pytest.raises(RequestError, match=r"/format/pattern: no text matches"):
+        compiled("structural_tag", json.dumps(tag))
 
 
 def test_equal_sources_are_compiled_once_and_errors_are_remembered(compilers):

@@ -340,8 +340,14 @@ class _Parser:
 
 
 def parse(text: str) -> Node:
-    """The tree of an expression. Raises GrammarError."""
-    node = _Parser(text).parse()
+    """The tree of an expression, without what can match nothing, as [^\\s\\S].
+
+    Raises:
+        GrammarError: the expression is wrong, not regular or too large, or no text matches it.
+    """
+    node = without(_Parser(text).parse(), "")
+    if node is None:
+        raise GrammarError("no text matches the regular expression")
     if (states := _num_states(node)) > MAX_STATES:
         raise GrammarError(
             f"the regular expression expands to {states} states, the limit is {MAX_STATES}"
