@@ -9,15 +9,19 @@ Runs on: gpu.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .api.errors import StartError
 from .core.plan import StepPlan
 from .core.shape import StepShape
+
+log = logging.getLogger("stoker")
 
 FORMAT = 1
 
@@ -34,6 +38,8 @@ class StepSample:
 class StepLog:
     """Writes the log. A step is `planned`, later `done`; at most two are in between.
 
+    Where the file can no longer be written, as on a full disk, the log ends there with a warning.
+
     Args:
         path: the file; an older one is replaced. Raises StartError where it cannot be written.
         engine: the first line: what a simulation must know of this engine.
@@ -42,9 +48,10 @@ class StepLog:
 
     def __init__(self, path: Path, engine: dict[str, Any], *, is_async: bool):
         try:
-            self._file = path.open("w")
+            self._file: TextIO | None = path.open("w")
         except OSError as error:
             raise StartError(f"--step-log {path}: {error.strerror}") from None
+        self._path = path
         self._planned: deque[StepShape] = deque()
         self._own_s = 0.0
         self._write({"steps_format": FORMAT, "is_async": is_async, **engine})
@@ -67,10 +74,25 @@ class StepLog:
 
     def close(self) -> None:
         """Write what is left."""
-        self._file.close()
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            self._give_up(error)
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        try:
+            if self._file is not None:
+                self._file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("--step-log %s ends here: %s", self._path, error.strerror or error)
+        file, self._file = self._file, None
+        with suppress(OSError):  # closing writes what is left in the buffer, in vain
+            if file is not None:
+                file.close()
 
 
 def read_step_log(path: Path) -> tuple[dict[str, Any], list[StepSample]]:

@@ -5,6 +5,7 @@ import logging
 import random
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,21 @@ class Broken:
         if self.calls == 7:
             raise ValueError("bad vocabulary")
         return ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+@pytest.mark.parametrize("num_tokens", [2, 200], ids=["at the close", "while it serves"])
+async def test_a_full_disk_ends_the_step_log_alone(tiny_model, caplog, capfd, num_tokens):
+    params = replace(GREEDY, max_tokens=num_tokens)
+    engine = await start(tiny_model, step_log="/dev/full")
+    for _ in range(2):
+        assert len(await tokens_of(engine, "x", params)) == num_tokens
+    await assert_clean(engine)
+    ends = "--step-log /dev/full ends here: No space left on device"
+    assert (ends in caplog.messages) == (num_tokens == 200)  # the file has a buffer
+    await engine.close()
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == [ends]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_text_that_cannot_be_decoded_fails_alone(tiny_model, caplog):
