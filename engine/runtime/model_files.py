@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..api.errors import StartError
+from ..api.token_ids import token_ids
 from ..models import gguf_map
 from ..models.config import ModelConfig
 from ..models.registry import parse_config
@@ -52,7 +53,6 @@ class ModelFiles:
     config: ModelConfig
     tokenizer: Path
     chat_template: str | None
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     generation: Mapping[str, float] = field(default_factory=dict)
     gguf: GGUFFile | None = None
@@ -136,8 +136,11 @@ def _folder(folder: Path, name: str, needs_weights: bool) -> ModelFiles:
     weights = _safetensors(folder) if needs_weights else ()
     generation = _json(folder / "generation_config.json", optional=True)
     text = hf["text_config"] if isinstance(hf.get("text_config"), dict) else {}
-    eos = _first("eos_token_id", generation, hf, text)
-    bos = _first("bos_token_id", generation, hf, text)
+    sources = {"generation_config.json": generation, "config.json": hf, "text_config": text}
+    eos = [
+        token_ids(source.get("eos_token_id"), f"{folder}: eos_token_id of {place}")
+        for place, source in sources.items()
+    ]
     return ModelFiles(
         kind="safetensors",
         name=name,
@@ -146,8 +149,7 @@ def _folder(folder: Path, name: str, needs_weights: bool) -> ModelFiles:
         config=config,
         tokenizer=folder,
         chat_template=_chat_template(folder),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=eos,
+        eos_token_ids=next(filter(None, eos), ()),
         generation=_numbers(generation),
     )
 
@@ -176,7 +178,7 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
 def _chat_template(folder: Path) -> str | None:
     """chat_template.jinja, or the field of tokenizer_config.json; of several the default one."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text()
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for file in ("chat_template.json", "tokenizer_config.json"):
         template = _json(folder / file, optional=True).get("chat_template")
         if isinstance(template, list):
@@ -204,7 +206,8 @@ def _gguf(path: Path, name: str) -> ModelFiles:
         fields["dtype"] = "float16" if "F16" in stored else "float32"
     else:
         fields["dtype"] = "bfloat16"  # what most quantized models were made of
-    eos = [meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    eos = [i for key in keys for i in token_ids(meta.get(key), f"{path}: {key}")]
     template = meta.get("tokenizer.chat_template")
     return ModelFiles(
         kind="gguf",
@@ -214,8 +217,7 @@ def _gguf(path: Path, name: str) -> ModelFiles:
         config=gguf_map.as_kept(parse_config(fields)),
         tokenizer=path,
         chat_template=template if isinstance(template, str) else None,
-        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(e for e in eos if isinstance(e, int))),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
         gguf=file,
     )
 
@@ -330,16 +332,6 @@ def _json(path: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StartError(f"{path} holds no JSON object")
     return value
-
-
-def _first(key: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """The token ids of the first source that has any."""
-    for source in sources:
-        value = source.get(key)
-        ids = value if isinstance(value, list) else [value]
-        if ids and all(isinstance(i, int) for i in ids):
-            return tuple(ids)
-    return ()
 
 
 def _numbers(generation: Mapping[str, Any]) -> dict[str, float]:

@@ -124,7 +124,9 @@ def read_metadata(path: str | PathLike[str]) -> dict[str, Any]:
         fields = gguf.GGUFReader(path).fields
         return {k: f.contents() for k, f in fields.items() if k.startswith("tokenizer.")}
     except (OSError, ValueError, IndexError, UnicodeDecodeError) as e:
-        raise StartError(f"{path} is no readable GGUF file: {e}") from e
+        raise StartError(
+            f"{path} is no readable GGUF file, and neither a folder nor a tokenizer.json: {e}"
+        ) from e
 
 
 def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from ..api.errors import RequestError, StartError
+from ..api.token_ids import token_ids
 from . import gguf_tokenizer
 from .gguf_tokenizer import SPACE
 
@@ -86,19 +87,26 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Tokenizer":
-        """From a model's folder or a GGUF file. Raises StartError."""
+        """From a model's folder, a tokenizer.json, or a GGUF file. Raises StartError."""
         path = Path(path)
         if path.is_dir():
             return cls.from_folder(path)
+        if path.suffix == ".json":
+            return cls.from_json(path)
         return cls.from_gguf(gguf_tokenizer.read_metadata(path))
 
     @classmethod
     def from_folder(cls, folder: str | PathLike[str]) -> "Tokenizer":
         """From tokenizer.json and the small files beside it. Raises StartError."""
-        folder = Path(folder)
-        file = folder / "tokenizer.json"
+        file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             raise StartError(f"{folder} has no tokenizer.json; convert the tokenizer to that form")
+        return cls.from_json(file)
+
+    @classmethod
+    def from_json(cls, file: Path) -> "Tokenizer":
+        """From a tokenizer.json by any name and the small files beside it. Raises StartError."""
+        folder = file.parent
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as e:  # the library raises plain Exception
@@ -113,7 +121,7 @@ class Tokenizer:
         eos_ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = _read_json(folder / name).get("eos_token_id")
-            eos_ids.update(value if isinstance(value, list) else [] if value is None else [value])
+            eos_ids.update(token_ids(value, f"{folder / name}: eos_token_id"))
         return cls(
             backend,
             special_tokens=special,
@@ -130,8 +138,9 @@ class Tokenizer:
         tokens = metadata["tokenizer.ggml.tokens"]
 
         def token_id(name: str) -> int | None:
-            value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-            return value if value is not None and 0 <= value < len(tokens) else None
+            key = f"tokenizer.ggml.{name}_token_id"
+            ids = token_ids(metadata.get(key), f"the GGUF file's {key}")
+            return ids[0] if ids and ids[0] < len(tokens) else None
 
         gguf_names = {"unk": "unknown", "pad": "padding", "sep": "seperator"}
         ids = {name: token_id(gguf_names.get(name, name)) for name in _SPECIAL_NAMES}

@@ -98,7 +98,7 @@ def test_a_whole_model_in_float32(family, tmp_path, make_hf_model, loop, float32
     path = write(tmp_path / "tiny.gguf", architecture, *convert(hf, architecture))
     files = model_files.resolve(str(path))
     assert (files.kind, files.name, files.config.dtype) == ("gguf", "tiny", "float32")
-    assert (files.bos_token_id, files.eos_token_ids) == (1, (2, 7))
+    assert files.eos_token_ids == (2, 7)
     assert files.chat_template == "{{ messages }}"
     assert files.gguf.metadata["tokenizer.ggml.tokens"][299] == "token 299"
     steps = []

@@ -40,7 +40,7 @@ def test_a_folder(llama):
     files = resolve(str(llama))
     assert (files.kind, files.name, files.tokenizer) == ("safetensors", "tiny-llama", llama)
     assert files.weights == (llama / "model.safetensors",)
-    assert (files.bos_token_id, files.eos_token_ids) == (1, (2, 9))
+    assert files.eos_token_ids == (2, 9)
     assert files.generation == {"temperature": 0.6}
     assert files.chat_template == "plain"
     (llama / "chat_template.jinja").write_text("newer")
@@ -131,6 +131,34 @@ def test_a_broken_folder_is_refused_in_one_line(message, llama):
     with pytest.raises(StartError, match=message) as error:
         resolve(str(llama))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["257", "x", [None], 2.0, [2, 2.5], True, [False], -1, {}], ids=str
+)
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config"])
+def test_ends_that_are_no_token_ids_are_refused_by_file_and_field(place, value, llama):
+    fields = {"text_config": {"eos_token_id": value}} if place == "text_config" else None
+    file = "config.json" if fields else place
+    change(llama / file, **fields or {"eos_token_id": value})
+    with pytest.raises(StartError, match=rf"tiny-llama: eos_token_id of {place} is "):
+        resolve(str(llama))
+
+
+@pytest.mark.parametrize("value", [None, []])
+def test_no_end_in_one_file_leaves_that_of_the_next(value, llama):
+    change(llama / "generation_config.json", eos_token_id=value)
+    assert resolve(str(llama)).eos_token_ids == (2,)
+
+
+def test_an_unreadable_file_is_one_line(llama):
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    (llama / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(StartError, match="tiny: its files make no sense"), readable("tiny"):
+        resolve(str(llama))
+    with pytest.raises(StartError, match=r"tiny: its files cannot be read: .*Is a directory"):
+        with readable("tiny"):
+            llama.read_text()
 
 
 def test_code_named_in_a_config_never_runs(llama):

@@ -350,6 +350,42 @@ def test_folder_add_bos_and_eos(tmp_path, config, ids):
     assert write_folder(tmp_path, tokenizer_config_json=config).encode("ab") == ids
 
 
+def test_folder_by_its_tokenizer_json(tmp_path):
+    folder = write_folder(
+        tmp_path, tokenizer_config_json={"bos_token": "<s>", "chat_template": "A"}
+    )
+    for name in ("tokenizer.json", "another.json"):
+        file = (tmp_path / "tokenizer.json").rename(tmp_path / name)
+        tokenizer = Tokenizer.load(file)
+        assert (tokenizer.bos_id, tokenizer.chat_template) == (5, "A")
+        assert tokenizer.encode("ab<think>") == folder.encode("ab<think>")
+
+
+def test_a_file_of_another_kind_says_what_is_wanted(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"SentencePiece" * 9)
+    with pytest.raises(
+        StartError, match=r"tokenizer\.model is no readable GGUF.* nor a tokenizer\.j"
+    ):
+        Tokenizer.load(tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("value", ["6", "x", [None], 6.0, [6, 2.5], True, -1, {"id": 6}], ids=str)
+@pytest.mark.parametrize("name", ["generation_config", "config"])
+def test_folder_with_ends_that_are_no_token_ids(tmp_path, name, value):
+    with pytest.raises(StartError, match=rf"{name}\.json: eos_token_id is .*: want token ids"):
+        write_folder(tmp_path, **{f"{name}_json": {"eos_token_id": value}})
+
+
+def test_gguf_ends_that_are_no_token_ids():
+    for key in ("eos", "eot", "eom", "bos"):
+        for value in ("2", 2.0, True, -1):
+            metadata = sentencepiece_metadata(**{f"tokenizer.ggml.{key}_token_id": value})
+            with pytest.raises(StartError, match=rf"tokenizer\.ggml\.{key}_token_id is "):
+                Tokenizer.from_gguf(metadata)
+    none = {"tokenizer.ggml.eos_token_id": 2**32 - 1}  # how llama.cpp writes that there is none
+    assert Tokenizer.from_gguf(sentencepiece_metadata(**none)).eos_ids == set()
+
+
 def test_folder_chat_templates(tmp_path):
     listed = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     tokenizer = write_folder(tmp_path, tokenizer_config_json={"chat_template": listed})
