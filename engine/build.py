@@ -86,12 +86,11 @@ class Builder:
             # What is wrong with flags and paths is said before weights load.
             if has_tiers(self.config) and self.files.config.delta_net is not None:
                 raise StartError("a host cache keeps pages, not this model's recurrent states")
-            for flag, path in (
-                ("--tokenizer", self.config.tokenizer),
-                ("--chat-template", self.config.chat_template),
-            ):
-                if path is not None and not Path(path).exists():
-                    raise StartError(f"{flag} {path}: there is no such file")
+            tokenizer = self.config.tokenizer
+            if tokenizer is not None and not Path(tokenizer).exists():
+                raise StartError(f"--tokenizer {tokenizer}: there is no such file")
+            if self.config.chat_template is not None:
+                _read_template(self.config.chat_template)
         self._model = self.files.config
         if self.config.quantization is not None and self._model.quantization is not None:
             raise StartError(
@@ -128,10 +127,40 @@ class Builder:
             else:
                 tokenizer = Tokenizer.load(self.files.tokenizer)
             tokenizer.eos_ids |= frozenset(self.files.eos_token_ids)
+            self._fit(tokenizer)
             template: Any = self.files.chat_template or tokenizer.chat_templates
-            if self.config.chat_template is not None:
-                template = Path(self.config.chat_template).read_text()
-            return tokenizer, ChatTemplate(template, tokenizer.special_tokens) if template else None
+            owner = self.config.model
+            if (path := self.config.chat_template) is not None:
+                template, owner = _read_template(path), f"--chat-template {path}"
+            if not template:
+                return tokenizer, None
+            try:
+                return tokenizer, ChatTemplate(template, tokenizer.special_tokens)
+            except StartError as error:
+                raise StartError(f"{owner}: {error}") from None
+
+    def _fit(self, tokenizer: Tokenizer) -> None:
+        """Say what the model's vocabulary lacks of a tokenizer's."""
+        size = self.vocab_size
+        # Checkpoints whose embedding was not made larger with their tokenizer name such ids. They
+        # have no logit, so the model never ends with one: without them it serves as it always did.
+        if beyond := sorted(i for i in tokenizer.eos_ids if i >= size):
+            log.warning(
+                "%s: the end-of-sequence ids %s are ignored: the model's vocabulary has %d tokens",
+                self.config.model,
+                beyond,
+                size,
+            )
+            tokenizer.eos_ids -= frozenset(beyond)
+        # A model's own may have a few more, as Gemma 3's has for the images of larger ones.
+        if self.config.tokenizer is not None and tokenizer.vocab_size > size:
+            log.warning(
+                "--tokenizer %s has %d tokens, the model %d: text with one of the others is "
+                "answered 400",
+                self.config.tokenizer,
+                tokenizer.vocab_size,
+                size,
+            )
 
     def load(self) -> tuple[Scheduler, ModelRunner]:
         """Scheduler and runner, on the thread that will use them. Raises StartError."""
@@ -439,10 +468,21 @@ def readable(model: str) -> Iterator[None]:
     """What a model's files make of us is said in one line, whatever they hold: StartError."""
     try:
         yield
+    except OSError as error:  # a folder by a file's name, or no right to read one
+        raise StartError(f"{model}: its files cannot be read: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         kind = type(error).__name__
         log.debug("a model's files", exc_info=True)
         raise StartError(f"{model}: its files make no sense ({kind}: {error})") from error
+
+
+def _read_template(path: str) -> str:
+    """The file that --chat-template names. Raises StartError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StartError(f"--chat-template {path} cannot be read: {reason}") from None
 
 
 def has_tiers(config: EngineConfig) -> bool:

@@ -42,7 +42,9 @@ class EngineConfig(BaseModel):
         "model",
     )
     tokenizer: str | None = option(
-        None, "folder or file of another tokenizer than the model's own", "model"
+        None,
+        "another tokenizer than the model's own: a folder, a tokenizer.json, or a .gguf file",
+        "model",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "dummy: random weights (normal, 0.02), for speed tests", "model"
@@ -251,6 +253,21 @@ class EngineConfig(BaseModel):
     step_log: str | None = option(
         None, "write each step's size and time into this file, for stoker simulate", "debug"
     )
+
+    @field_validator(
+        "model",
+        "tokenizer",
+        "chat_template",
+        "disk_cache_dir",
+        "cache_redis_url",
+        "warm_prefixes",
+        "step_log",
+    )
+    @classmethod
+    def _check_place(cls, value: str | None) -> str | None:
+        if value == "":  # as a path it would be the current folder
+            raise ValueError("must not be empty")
+        return value
 
     @field_validator("attention_backend")
     @classmethod

@@ -141,6 +141,8 @@ def _in_range(name: str, value: float, low: float, high: float, *, open_low: boo
 
 
 def _token_id(name: str, token: int, vocab_size: int) -> None:
+    if type(token) is not int:
+        raise RequestError(f"{name}: {token!r:.80} is no token id", param=name)
     if not 0 <= token < vocab_size:
         raise RequestError(
             f"{name}: token id {token} is outside the vocabulary of {vocab_size}", param=name

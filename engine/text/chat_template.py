@@ -89,7 +89,7 @@ class ChatTemplate:
                     self._no_content = _no_content(tree)
                 self._templates[name] = environment.template(tree)
             except (jinja2.TemplateError, RecursionError) as e:
-                raise StartError(f"the model's chat template {name!r} is not valid: {e}") from e
+                raise StartError(f"the chat template {name!r} is not valid: {e}") from e
 
     @classmethod
     def of_request(cls, source: str, tokens: Mapping[str, str]) -> "ChatTemplate":
@@ -97,7 +97,7 @@ class ChatTemplate:
         try:
             return cls(source, tokens)
         except StartError as e:
-            raise RequestError(str(e).replace("the model's", "the"), param="chat_template") from e
+            raise RequestError(str(e), param="chat_template") from e
 
     def render(
         self,

@@ -1,9 +1,12 @@
 """The whole engine on a tiny random model: the tokens depend on the prompt and the seed alone."""
 
 import asyncio
+import json
 import random
+import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -190,7 +193,12 @@ def test_logprobs_of_prompt_and_output_agree(tiny_model, prompts):
         ([1], SamplingParams(temperature=float("nan")), "temperature"),
         ([1], SamplingParams(n=1000), "n"),
         ([1], SamplingParams(logit_bias={10**6: 1.0}), "logit_bias"),
+        ([1], SamplingParams(logit_bias={1.5: 1.0}), "logit_bias"),
         ([1], SamplingParams(stop=("",)), "stop"),
+        ([1], SamplingParams(stop_token_ids=(5, 258), min_tokens=2), "stop_token_ids"),
+        ([1], SamplingParams(stop_token_ids=(-1,), min_tokens=2), "stop_token_ids"),
+        ([1], SamplingParams(stop_token_ids=(1.5,)), "stop_token_ids"),
+        ([1], SamplingParams(stop_token_ids=("5", None)), "stop_token_ids"),
     ],
 )
 def test_a_bad_request_names_the_field(tiny_engine, prompt, params, param):
@@ -343,6 +351,80 @@ def test_no_thread_is_left(tiny_model):
 def test_a_start_that_cannot_work_says_why(tiny_model, options, words):
     with pytest.raises(StartError, match=words):
         Engine(config_of(options.pop("model", tiny_model), **options))
+
+
+@pytest.fixture
+def model_copy(tiny_model, tmp_path):
+    """The tiny model in a folder whose files a test may change."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_ends_beyond_the_vocabulary_are_ignored_with_one_warning(model_copy, file, caplog):
+    path = model_copy / file
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(fields | {"eos_token_id": [257, 999_999, 258]}))
+    with Engine(config_of(model_copy)) as engine:
+        held_back = SamplingParams(
+            temperature=0, max_tokens=8, min_tokens=2, logit_bias={257: 100.0}
+        )
+        answer = engine.generate("x", held_back)[0]
+        assert (answer.finish_reason, len(answer.token_ids)) == ("stop", 3)  # 257 still ends it
+    warnings = [r.getMessage() for r in caplog.records if "end-of-sequence" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "[258, 999999]" in warnings[0] and " 258 tokens" in warnings[0]
+
+
+@pytest.mark.parametrize("value", ["257", "x", [None], 257.0, True, -1], ids=str)
+def test_ends_that_are_no_token_ids_stop_the_start(model_copy, value):
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(StartError, match=r"eos_token_id of generation_config\.json is "):
+        Engine(config_of(model_copy))
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_told(tiny_model, model_copy, caplog):
+    def warnings_of(num_added):
+        path = model_copy / "tokenizer.json"
+        spec = json.loads((tiny_model / "tokenizer.json").read_text())
+        added = spec["added_tokens"]
+        del added[len(added) + min(num_added, 0) :]
+        added += [{**added[0], "id": 258 + i, "content": f"<more{i}>"} for i in range(num_added)]
+        path.write_text(json.dumps(spec))
+        caplog.clear()
+        with Engine(config_of(tiny_model, tokenizer=str(path))) as engine:
+            assert engine.generate("x", GREEDY)[0].finish_reason == "length"
+        return [r.getMessage() for r in caplog.records if "--tokenizer" in r.getMessage()]
+
+    assert warnings_of(-1) == warnings_of(0) == []  # a model's own may be padded
+    (warning,) = warnings_of(5)
+    assert "has 263 tokens, the model 258" in warning
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: Is a directory"),
+        (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+        (b"{% for %}", "the chat template 'default' is not valid"),
+    ],
+)
+def test_a_wrong_chat_template_is_told_by_flag_and_file(tiny_model, tmp_path, content, words):
+    path = tmp_path / "template"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(StartError, match=f"^--chat-template {path}:? {words}"):
+        Engine(config_of(tiny_model, chat_template=str(path)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model", "tokenizer", "chat_template", "disk_cache_dir", "cache_redis_url"),
+        *("warm_prefixes", "step_log"),
+    ],
+)
+def test_an_empty_path_is_refused(name):
+    with pytest.raises(StartError, match=f"^{name}: must not be empty"):
+        EngineConfig.of(**{name: ""})
 
 
 @pytest.mark.parametrize(
