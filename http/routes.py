@@ -69,6 +69,7 @@ TABLE = (
     ),
     Route("GET", "/server_info", native_api.server_info),
     Route("GET", "/version", native_api.show_version),
+    Route("GET", "/", native_api.home, access="open"),
     Route("GET", "/health", native_api.health, access="open"),
     Route("GET", "/ready", native_api.ready, access="open"),
     Route("GET", "/metrics", native_api.metrics, answer="text/plain", access="open"),

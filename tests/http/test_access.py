@@ -15,11 +15,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def test_every_route_but_three_needs_a_key():
+async def test_every_route_but_four_needs_a_key():
     async with Served(api_key=(KEY,), admin_key=ADMIN) as s:
         for method, path, *_ in TABLE:
             reply = await s.request(method, path.replace("{id:.+}", "fake/model"), {})
-            if path in ("/health", "/ready", "/metrics"):
+            if path in ("/", "/health", "/ready", "/metrics"):
                 assert reply.status == 200
             else:
                 assert reply.status == 401, path
