@@ -66,18 +66,20 @@ def check_sizes(body: Mapping[str, Any], max_model_len: int) -> None:
 def _check_prompts(field: str, value: Any, max_ids: int) -> None:
     if not isinstance(value, list) or not value:
         return
+    reason = ": 4 times the context, also where truncate_prompt_tokens keeps fewer"
     if isinstance(value[0], int):
-        _check(field, value, max_ids)
+        _check(field, value, max_ids, reason)
         return
     _check(field, value, MAX_PROMPTS)
     for i, prompt in enumerate(value):
-        _check(f"{field}.{i}", prompt, max_ids)
+        _check(f"{field}.{i}", prompt, max_ids, reason)
 
 
-def _check(field: str, value: Any, limit: int) -> int:
+def _check(field: str, value: Any, limit: int, reason: str = "") -> int:
     """The number of items, 0 for what has none."""
     if not isinstance(value, list | dict):
         return 0
     if len(value) > limit:
-        raise RequestError(f"{field} has {len(value)} items, the limit is {limit}", param=field)
+        text = f"{field} has {len(value)} items, the limit is {limit}{reason}"
+        raise RequestError(text, param=field)
     return len(value)

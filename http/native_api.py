@@ -17,6 +17,7 @@ from ..engine.api.errors import RequestError
 from ..engine.api.grammar import GrammarSpec
 from ..engine.api.messages import TokenLogprob
 from ..engine.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from .connection import PRODUCT
 from .errors import EngineStopped, error_response
 from .limits import MAX_DETOKENIZED
 from .logprobs import chosen_logprob
@@ -57,10 +58,10 @@ REFUSED = {
 
 
 class NativeSampling(SamplingFields):
-    """SGLang's sampling_params by its names: max_new_tokens is its max_tokens."""
+    """SGLang's sampling_params by its names: max_new_tokens is its max_tokens, and so on."""
 
     max_new_tokens: int | None = Field(None, ge=0)
-    no_stop_trim: bool | None = None
+    min_new_tokens: int | None = Field(None, ge=0)
     sampling_seed: int | None = None
 
     @model_validator(mode="before")
@@ -76,7 +77,11 @@ class NativeSampling(SamplingFields):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> "NativeSampling":
-        for name, own in (("max_tokens", self.max_new_tokens), ("seed", self.sampling_seed)):
+        for name, own in (
+            ("max_tokens", self.max_new_tokens),
+            ("min_tokens", self.min_new_tokens),
+            ("seed", self.sampling_seed),
+        ):
             if own is not None and getattr(self, name) not in (None, own):
                 raise RequestError(
                     f"sampling_params has two values for {name}", param=f"sampling_params.{name}"
@@ -95,8 +100,8 @@ class NativeSampling(SamplingFields):
             overrides["max_tokens"] = DEFAULT_NEW_TOKENS if own is None else own
         if self.sampling_seed is not None:
             overrides["seed"] = self.sampling_seed
-        if self.no_stop_trim:
-            overrides["include_stop_str_in_output"] = True
+        if self.min_new_tokens is not None:
+            overrides["min_tokens"] = self.min_new_tokens
         return self.params(defaults, **overrides)
 
 
@@ -118,6 +123,11 @@ class GenerateRequest(Wire):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: Any) -> Any:
+        given = body.keys() - cls.model_fields.keys() if isinstance(body, dict) else set()
+        for name in given & (NativeSampling.model_fields.keys() | set(MISPLACED)):
+            if body[name] is not None:
+                where = "is not of /generate" if name in MISPLACED else "belongs in sampling_params"
+                raise RequestError(f"{name} {where}", param=name)
         return refuse(body, REFUSED)
 
     @field_validator("text", "input_ids", mode="wrap")
@@ -346,6 +356,11 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 # --- watching and steering ---
+
+
+async def home(_: web.Request) -> web.Response:
+    """GET /: where to go from here."""
+    return json_response({"server": PRODUCT, "api": "/v1", "docs": "/docs", "health": "/health"})
 
 
 async def health(request: web.Request) -> web.Response:

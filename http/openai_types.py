@@ -42,13 +42,19 @@ REFUSED = {
     "audio": "audio",
     "bad_words": "forbidden words (use logit_bias)",
     "custom_logit_processor": "code in a request",
+    "documents": "documents beside the messages (put them into one)",
     "function_call": "the old functions API (use tools)",
     "functions": "the old functions API (use tools)",
     "input_embeds": "embeddings as a prompt",
+    "logits_processors": "code in a request",
     "lora_path": "adapters",
     "prompt_embeds": "embeddings as a prompt",
+    "return_hidden_states": "hidden states",
+    "return_tokens_as_token_ids": "ids in place of tokens (use return_token_ids)",
+    "session_params": "sessions",
     "stop_regex": "stopping by regular expressions",
     "suffix": "filling in the middle",
+    "thinking_token_budget": "a limit for reasoning alone (use max_tokens)",
     "use_beam_search": "beam search",
     "web_search_options": "searching the web",
 }
@@ -114,6 +120,7 @@ class SamplingFields(StructureFields):
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
     ) = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
@@ -121,7 +128,14 @@ class SamplingFields(StructureFields):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = _limited("prompt_logprobs")
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        description="keep only so many of the prompt's last tokens; -1: as many as fit into the "
+        "context beside max_tokens. All of the prompt is read first, so one with more ids than 4 "
+        "times the context, or with more characters than the context's tokens can hold, is "
+        "refused whatever is kept of it: this bounds what a request can cost",
+    )
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -161,6 +175,8 @@ class SamplingFields(StructureFields):
         chosen = dict(defaults) | {k: v for k, v in given.items() if v is not None} | overrides
         if chosen.get("top_p") == 0:  # OpenAI allows it: nothing but the likeliest token
             chosen |= {"top_p": 1.0, "temperature": 0.0}
+        if self.no_stop_trim:  # SGLang's name for it
+            chosen["include_stop_str_in_output"] = True
         if self.stop is not None:
             chosen["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids:
@@ -300,6 +316,10 @@ class ChatRequest(SamplingFields, ChatFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
+    # What these ask for by default is what there is.
+    modalities: list[Literal["text"]] | None = Field(None, max_length=8)
+    verbosity: Literal["medium"] | None = None
+    include_reasoning: Literal[True] | None = None
 
     @property
     def may_call(self) -> bool:

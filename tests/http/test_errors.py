@@ -264,6 +264,9 @@ async def test_truncation_keeps_the_end():
         assert reply["choices"][0]["prompt_token_ids"] == ids[-10:]
         reply = await s.ok(TEXT, text(ids, truncate_prompt_tokens=-1, max_tokens=14))
         assert reply["usage"]["prompt_tokens"] == 50
+        reply = await s.post(TEXT, text([65] * 257, truncate_prompt_tokens=-1))
+        assert reply.status == 400  # the field's description says so
+        assert "256: 4 times the context, also where" in reply.error["message"]
 
 
 async def test_a_small_body_gets_a_small_error():

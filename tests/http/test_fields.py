@@ -74,6 +74,7 @@ SHARED = [
         (1, "yes"),
         {"stop": "ers"},
     ),
+    Row("no_stop_trim", True, lambda r, a: content(r) == "Rivers", (1, "yes"), {"stop": "ers"}),
     Row("ignore_eos", True, lambda r, a: num_output(r) == 100, (1,), LONG),
     Row(
         "skip_special_tokens",
@@ -151,6 +152,10 @@ CHAT_ONLY = [
         asked("<user>hi</user>think<assistant>"),
         ([], {str(i): 1 for i in range(65)}, {"messages": []}, {"tokenize": True}),
     ),
+    Row("modalities", ["text"], asked("<user>hi</user><assistant>"), (["audio"], "text", [5])),
+    Row("modalities", [], lambda r, a: True, (["text", "audio"], ["text"] * 9)),
+    Row("verbosity", "medium", lambda r, a: True, ("low", "high", 1)),
+    Row("include_reasoning", True, lambda r, a: True, (False,)),
     Row("reasoning_effort", "xhigh", lambda r, a: True, (5, "x", "")),
 ]
 TEXT_ONLY = [

@@ -108,6 +108,18 @@ async def test_generate_ignores_no_field():
         }.items():
             sampling = {"max_new_tokens": 2, name: value}
             assert await generate(400, sampling) == f"sampling_params.{name}"
+        for name, value in {
+            "temperature": 0,
+            "max_new_tokens": 3,
+            "stop": "x",
+            "logprobs": 1,
+        }.items():
+            assert await generate(400, **{name: value}) == name
+        await generate(sampling={"max_new_tokens": 9, "min_new_tokens": 4, "max_tokens": None})
+        assert s.engine.gpu.adds[-1].params.min_tokens == 4
+        assert await generate(400, {"min_new_tokens": 4, "min_tokens": 3}) == (
+            "sampling_params.min_tokens"
+        )
         for name in ("lora_path", "image_data", "return_hidden_states"):
             assert await generate(400, **{name: "x"}) == name
         assert await generate(404, model="other") == "model"
@@ -208,6 +220,16 @@ async def test_no_client_makes_a_new_time_series():
             await s.post(CHAT, chat(model=name))
             await s.get(f"/{name}")
         assert await series() == before
+
+
+async def test_the_root_says_where_to_go():
+    async with Served(api_key=("k",)) as s:
+        links = (await s.get("/")).json
+        assert links.pop("server") == "stoker"
+        for name, path in links.items():
+            key = {"Authorization": "Bearer k"}
+            status = (await s.get(path, headers=key)).status
+            assert status == (404 if name == "api" else 200)
 
 
 async def test_server_info_and_version():

@@ -321,7 +321,7 @@ def test_parsers_that_do_not_go_together():
     config = load_config({"tool_call_parser": "hermes", "reasoning_parser": "gpt-oss"})
     with pytest.raises(StartError, match="do not go together"):
         Formats(config, None)
-    with pytest.raises(StartError, match="tool_call_parser"):
+    with pytest.raises(StartError, match="--tool-call-parser"):
         load_config({"tool_call_parser": "hermse"})
 
 
