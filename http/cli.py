@@ -24,7 +24,15 @@ from ..engine.api.config import EngineConfig
 from ..engine.api.errors import EngineError, StartError, StokerError
 from .flag_types import http_url, non_negative_int
 from .logs import set_up_logging
-from .settings import ServerConfig, add_flags, given_flags, load_config, unknown_variables, version
+from .settings import (
+    LOG_LEVELS,
+    ServerConfig,
+    add_flags,
+    given_flags,
+    load_config,
+    unknown_variables,
+    version,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    def log_level(sub: Any, default: str = "warning") -> None:
+        text = f"least severe messages to log (default: {default})"
+        sub.add_argument("--log-level", choices=LOG_LEVELS, default=argparse.SUPPRESS, help=text)
+
     def settings(sub: Any, config: type[EngineConfig] = EngineConfig) -> None:
         sub.usage = f"{sub.prog} [options] [MODEL]"
         add_flags(sub, config)
@@ -95,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     chat.add_argument("--max-tokens", type=int, help="longest answer")
     chat.add_argument("--temperature", type=float, help="0 takes the likeliest; the model's own")
+    log_level(chat)
     settings(chat)
 
     generate = command("generate", _generate, "Continue a prompt in process.")
@@ -103,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-tokens", type=int, default=128, help=text)
     text = "0 takes the likeliest token (default: %(default)s)"
     generate.add_argument("--temperature", type=float, default=0.0, help=text)
+    log_level(generate)
     settings(generate)
 
     bench = commands.add_parser("bench", help="Measure speed.", description="Measure speed.")
@@ -112,14 +126,19 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_flags(command("serve", _bench_serve, "Load a running server.", benches))
     offline = command("offline", _bench_offline, "Throughput in process, without HTTP.", benches)
     add_offline_flags(offline)
+    log_level(offline)
     settings(offline)
 
     from .simulate_flags import add_simulate_flags
 
     text = "Serve a load in virtual time, to plan capacity; no device is needed."
-    add_simulate_flags(command("simulate", _simulate, text))
+    simulate = command("simulate", _simulate, text)
+    add_simulate_flags(simulate)
+    log_level(simulate)
 
-    settings(command("warm", _warm, "Compile what serving a model needs, so that starts do not."))
+    warm = command("warm", _warm, "Compile what serving a model needs, so that starts do not.")
+    log_level(warm, "info")
+    settings(warm)
     command("backends", _backends, "What each backend would use on this machine, and why not.")
     text = "Check every op on this machine's device against float64; writes a report to send back."
     check = command("check-backend", _check_backend, text)
@@ -332,7 +351,7 @@ def _table(*columns: str) -> "Table":
 
 
 def _config(arguments: argparse.Namespace, **defaults: Any) -> ServerConfig:
-    config = load_config({**defaults, **given_flags(arguments)}, arguments.config)
+    config = load_config(given_flags(arguments), arguments.config, defaults)
     set_up_logging(config)
     for name in unknown_variables():
         log.warning("nothing reads the environment variable %s", name)

@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -192,17 +192,20 @@ class ServerConfig(EngineConfig, BaseSettings):
         return values | {name: "redacted" for name in SECRETS if values[name]}
 
 
-def load_config(flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
+def load_config(
+    flags: dict[str, Any], file: Path | None = None, defaults: Mapping[str, Any] | None = None
+) -> ServerConfig:
     """Merge the sources into one configuration.
 
     Args:
         flags: what the command line gave.
         file: YAML or TOML, by its suffix.
+        defaults: where a command has others.
 
     Raises:
         StartError: one line that names the field.
     """
-    values = _read(file) if file else {}
+    values = dict(defaults or {}) | (_read(file) if file else {})
     over = EnvSettingsSource(ServerConfig)() | flags
     try:
         return ServerConfig(**values | over)
@@ -251,6 +254,9 @@ def _read(file: Path) -> dict[str, Any]:
             hint = f" (nearest: {near[0]})" if near else ""
             raise StartError(f"--config {file}: there is no setting {name!r}{hint}")
     return values
+
+
+LOG_LEVELS = typing.get_args(ServerConfig.model_fields["log_level"].annotation)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[EngineConfig] = ServerConfig) -> None:

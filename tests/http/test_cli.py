@@ -75,6 +75,37 @@ def test_repeated_flags_and_lists(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        (["serve"], "info"),
+        (["chat"], "warning"),
+        (["generate"], "warning"),
+        (["bench", "offline"], "warning"),
+        (["simulate", "--card", "H200"], "warning"),
+        (["warm"], "info"),
+    ],
+)
+def test_the_log_level_of_a_command(command, default, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "set_up_logging", lambda config: None)
+
+    def level(*flags):
+        arguments = cli._parser().parse_args([*command, *flags])
+        defaults = {} if default == "info" else {"log_level": default}
+        return cli._config(arguments, **defaults).log_level
+
+    assert level() == default
+    assert level("--log-level", "error") == "error"
+    monkeypatch.setenv("STOKER_LOG_LEVEL", "debug")
+    assert level() == "debug"
+    assert level("--log-level", "error") == "error"
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    assert f"least severe messages to log (default: {default})" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--port", "x"], "--port: Input should be a valid integer"),

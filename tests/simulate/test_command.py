@@ -92,7 +92,7 @@ def test_find_rate(tmp_path, capsys):
         (["--find-rate=1", "--slo-tpot-ms=0.1", "--requests=2"], "it is missed even at"),
         (["--find-rate=1", "--slo-tpot-ms=9999", "--requests=2"], "add some"),
         (["--trace=none"], "none: No such file"),
-        (["--kv-tokens=x"], "kv_tokens: Input should be a valid integer"),
+        (["--kv-tokens=x"], "--kv-tokens: Input should be a valid integer"),
         (["--json=/none/x", "--requests=1"], "--json /none/x: No such file"),
     ],
 )
