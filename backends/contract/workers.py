@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,16 +36,14 @@ class Workers:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._all:
             self._idle.put(worker)
-        self._is_over = False
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Calls that are under way, and all further ones, raise Ended."""
-        self._is_over = True
         for worker in self._all:
-            worker.kill()
+            worker.end()
         for worker in [self._idle.get() for _ in self._all]:
             worker.reap()
             self._idle.put(worker)
@@ -56,8 +56,6 @@ class Workers:
         """
         worker = self._idle.get()
         try:
-            if self._is_over:
-                raise Ended("there are no more processes")
             return worker.run(self._function, args, seconds)
         finally:
             self._idle.put(worker)
@@ -69,19 +67,14 @@ class _Worker:
     def __init__(self) -> None:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection
+        self._starting = threading.Lock()
+        self._is_over = False
 
     def run(self, function: Callable[..., tuple[Any, bool]], args: Any, seconds: float) -> Any:
-        if self._process is None:
-            # Not forked: a child of a process that has used a device cannot use it.
-            context = multiprocessing.get_context("spawn")
-            self._pipe, there = context.Pipe()
-            self._process = context.Process(target=_serve, args=(there, function), daemon=True)
-            # An interrupt is the parent's business; a child inherits what this thread blocks.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            self._process.start()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            there.close()
-        process = self._process
+        with self._starting:
+            if self._is_over:
+                raise Ended("there are no more processes")
+            process = self._process = self._process or self._start(function)
         try:
             self._pipe.send(args)
             if not self._pipe.poll(seconds):
@@ -97,8 +90,30 @@ class _Worker:
             self.reap()
         return result
 
+    def _start(
+        self, function: Callable[..., tuple[Any, bool]]
+    ) -> multiprocessing.process.BaseProcess:
+        # Not forked: a child of a process that has used a device cannot use it.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there, function), daemon=True)
+        # An interrupt is the parent's business; a child inherits what this thread blocks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            there.close()
+        return process
+
+    def end(self) -> None:
+        """For good. May be called beside `run`, which then raises Ended."""
+        with self._starting:
+            self._is_over = True
+            self.kill()
+
     def kill(self) -> None:
-        """May be called beside `run`, which then raises Ended."""
+        """The next `run` starts it again."""
         process = self._process
         if process is not None:
             process.kill()
@@ -111,12 +126,30 @@ class _Worker:
 
 
 def _serve(pipe: Connection, function: Callable[..., tuple[Any, bool]]) -> None:
-    with contextlib.suppress(EOFError):
-        while True:
-            pipe.send(function(*pipe.recv()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            args = pipe.recv()
+        except (EOFError, OSError):  # the parent is no more
+            return
+        answer = function(*args)
+        with contextlib.suppress(OSError):
+            pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """Whatever ends it: a signal that kills runs no `__exit__` there."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _how(code: int | None) -> str:
     if code is None or code >= 0:
         return f"its process ended with exit code {code}"
-    return f"its process ended by {signal.Signals(-code).name}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have none, but the first and the last
+        name = f"signal {-code}"
+    return f"its process ended by {name}"

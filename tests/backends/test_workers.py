@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,6 +16,8 @@ from stoker.backends.contract.workers import Ended, Workers
 def answer(what):
     if what == "abort":
         os.abort()
+    if what == "real time":
+        os.kill(os.getpid(), 40)
     if what == "exit":
         os._exit(7)
     if what == "hang":
@@ -28,6 +32,8 @@ def test_each_way_to_end():
         assert first != os.getpid() and workers.run("b") == (first, "b")
         with pytest.raises(Ended, match="its process ended by SIGABRT"):
             workers.run("abort")
+        with pytest.raises(Ended, match="its process ended by signal 40"):
+            workers.run("real time")
         second, _ = workers.run("c")
         with pytest.raises(Ended, match="exit code 7"):
             workers.run("exit")
@@ -56,3 +62,62 @@ def test_leaving_ends_what_is_under_way():
         time.sleep(0.2)
     thread.join(10)
     assert ended == [f"its process ended by {signal.SIGKILL.name}"]
+
+
+def test_leaving_ends_what_is_just_starting(monkeypatch):
+    starting, start = threading.Event(), multiprocessing.process.BaseProcess.start
+    ended = []
+
+    def slow_start(process):
+        starting.set()
+        time.sleep(0.3)
+        start(process)
+
+    def call():
+        try:
+            workers.run("hang")
+        except Ended as error:
+            ended.append(str(error))
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", slow_start)
+    began = time.monotonic()
+    with Workers(answer, 1) as workers:
+        thread = threading.Thread(target=call)
+        thread.start()
+        starting.wait()
+    thread.join(10)
+    assert ended == [f"its process ended by {signal.SIGKILL.name}"]
+    assert time.monotonic() - began < 10
+
+
+PARENT = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_workers import Workers, answer
+with Workers(answer, 2) as workers:
+    pids = [workers.run("a")[0] for _ in range(2)]
+    threading.Thread(target=workers.run, args=("hang",), daemon=True).start()
+    print(*pids, flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGHUP"])
+def test_they_end_with_their_parent(name):
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join(sys.path)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, here],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.2)  # one of them hangs by now, the other waits
+    parent.send_signal(getattr(signal, name))
+    # They hold its stderr: this ends when they have.
+    _, errors = parent.communicate(timeout=5)
+    assert (parent.returncode, errors) == (-getattr(signal, name), "")
