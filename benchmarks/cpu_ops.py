@@ -165,7 +165,9 @@ def fastest_ms(calls: list[Callable[[], None]], repeats: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 256])
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512])
     parser.add_argument("--context", type=int, default=200)

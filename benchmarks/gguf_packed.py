@@ -214,7 +214,9 @@ def report(case: str, results: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["agreement", "memory", "speed", "one-memory"])
     parser.add_argument("--model", nargs="+", default=list(ANSWERS))
     parser.add_argument("--mode", help=argparse.SUPPRESS)

@@ -14,6 +14,8 @@ import types
 import zipfile
 from pathlib import Path
 
+import gpu_script  # noqa: F401 (--help, no GPU)
+
 
 def check_aiter(source: Path) -> bool:
     """AITER's attention on this GPU, through our adapter, against float64."""
@@ -67,4 +69,6 @@ def _without_amd_options(select):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     sys.exit(0 if check_aiter(Path(sys.argv[1])) else 1)

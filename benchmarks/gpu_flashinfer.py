@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 
+import gpu_script  # noqa: F401 (--help, no GPU)
 import numpy as np
 import torch
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gpu_script  # noqa: F401 (--help, no GPU)
 import numpy as np
 import torch
 

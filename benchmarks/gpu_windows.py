@@ -26,6 +26,8 @@ from stoker.engine import Engine, EngineConfig, SamplingParams
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 256, 256, 384, 6, 8, 2, 64, 128
 ONE_POOL = {"window_kv_ratio": 1.0}
 BACKEND = "cpu" if "cpu" in sys.argv else "auto"
+if BACKEND == "auto":
+    import gpu_script  # noqa: F401 (--help, no GPU)
 
 
 def write_model(folder: Path) -> None:

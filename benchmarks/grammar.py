@@ -132,7 +132,9 @@ async def attack(engine, args):
 
 
 async def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)

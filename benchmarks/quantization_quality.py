@@ -40,7 +40,9 @@ def load(name: str, scheme: str | None, dtype: torch.dtype) -> Decoder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", choices=ANSWERS, default=list(ANSWERS))
     parser.add_argument("--limit", type=int, default=1000, help="answers of each model")
     options = parser.parse_args()

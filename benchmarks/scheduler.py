@@ -7,6 +7,7 @@ nodes in the tree and of 1,024 with 100,000, also while requests come and go; a 
 prompt of 4,096 tokens; the order of 128 waiting requests under each queue policy; evictions.
 """
 
+import argparse
 import time
 from array import array
 from collections import deque
@@ -193,6 +194,8 @@ def report(name: str, times: list[float]) -> None:
 
 
 def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     for num_running, num_nodes, page_size in ((256, 10_000, 1), (256, 10_000, 16)):
         name = f"{num_running} streams, {num_nodes:,} nodes, page size {page_size}"
         report(name, steps(num_running, num_nodes, page_size, turnover=False))

@@ -6,6 +6,7 @@ Prints virtual seconds for each second of the processor, and microseconds a step
 the Llama-3.1-8B shape on an H200's roofline: all at once, and coming and going.
 """
 
+import argparse
 import time
 
 from stoker.engine.api.config import EngineConfig
@@ -31,6 +32,8 @@ def report(name: str, requests: list[LoadRequest]) -> None:
 
 
 def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     long = SyntheticLoad(STREAMS, Lengths.parse("128"), Lengths.parse("1024"))
     report(f"{STREAMS} streams of 1,024 tokens", long.requests(0))
     mixed = SyntheticLoad(

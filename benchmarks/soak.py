@@ -169,7 +169,9 @@ def last_half(samples: list[int]) -> tuple[float, float]:
 
 def main() -> None:
     """Exit code 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, help="so long, instead of so many requests")
     parser.add_argument("--concurrency", type=int, default=24)

@@ -20,6 +20,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import gpu_script  # noqa: F401 (--help, no GPU)
 import numpy as np
 import torch
 

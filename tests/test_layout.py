@@ -1,6 +1,8 @@
 """The layout rules that no tool knows: where files live, who may import whom, which thread."""
 
 import ast
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -108,3 +110,32 @@ def test_no_serialized_code_is_loaded():
         names = {other for _, other in imports(file)}
         assert not names & set(banned), f"{file.name} imports {names & set(banned)}"
         assert "torch.load(" not in file.read_text(), f"{file.name} calls torch.load"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda f: f.name)
+def test_a_benchmark_explains_itself(file):
+    """--help gives its docstring: through argparse, or by gpu_script, which looks for a GPU too."""
+    text = file.read_text()
+    guarded = {"gpu_script", "gpu_kernels"} & {name for _, name in imports(file)}
+    if file.name != "gpu_script.py":
+        assert guarded or "description=__doc__, formatter_class=" in text
+        assert guarded or not file.name.startswith("gpu_")
+
+
+@pytest.mark.parametrize("flags", [["--help"], []])
+def test_a_benchmark_without_its_gpu(flags):
+    file = ROOT / "benchmarks" / "gpu_linear.py"
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, file, *flags],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if flags:
+        text = ast.get_docstring(ast.parse(file.read_text()))
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, text, "")
+    else:
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert "needs a GPU" in done.stderr
