@@ -217,7 +217,7 @@ def server(tiny_model, fork_server):
         tiny_model,
         *("--max-running-requests", "8", "--max-queued-requests", "60", "--queue-timeout", "2"),
         *("--chunked-prefill-size", "16", "--page-size", "4", "--kv-tokens", "4000"),
-        *("--max-tokens-behind", "100", "--isolate-cache-per-key"),
+        *("--max-tokens-behind", "100"),
         FAULT_STEP_S="0.004",
     )
     yield process
