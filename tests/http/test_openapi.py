@@ -92,6 +92,7 @@ async def test_the_document():
     for name in ("temperature", "top_p", "presence_penalty", "seed"):
         assert (fields[name]["minimum"], fields[name]["maximum"]) == LIMITS[name]
         assert fields[name]["description"]
+    assert "4 times the context" in fields["truncate_prompt_tokens"]["description"]
     assert described["components"]["schemas"]["CompletionRequest"]["required"] == ["prompt"]
     assert "security" not in described["paths"]["/health"]["get"]
     assert described["paths"]["/flush_cache"]["post"]["security"]
