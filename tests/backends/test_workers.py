@@ -9,20 +9,9 @@ import threading
 import time
 
 import pytest
+from worker_calls import answer
 
 from stoker.backends.contract.workers import Ended, Workers
-
-
-def answer(what):
-    if what == "abort":
-        os.abort()
-    if what == "real time":
-        os.kill(os.getpid(), 40)
-    if what == "exit":
-        os._exit(7)
-    if what == "hang":
-        time.sleep(60)
-    return (os.getpid(), what), what != "lost"
 
 
 @pytest.mark.slow
@@ -91,9 +80,11 @@ def test_leaving_ends_what_is_just_starting(monkeypatch):
 
 
 PARENT = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 sys.path.insert(0, sys.argv[1])
-from test_workers import Workers, answer
+from stoker.backends.contract.workers import Workers
+from worker_calls import answer
 with Workers(answer, 2) as workers:
     pids = [workers.run("a")[0] for _ in range(2)]
     threading.Thread(target=workers.run, args=("hang",), daemon=True).start()
@@ -119,5 +110,5 @@ def test_they_end_with_their_parent(name):
     time.sleep(0.2)  # one of them hangs by now, the other waits
     parent.send_signal(getattr(signal, name))
     # They hold its stderr: this ends when they have.
-    _, errors = parent.communicate(timeout=5)
+    _, errors = parent.communicate(timeout=30)
     assert (parent.returncode, errors) == (-getattr(signal, name), "")
